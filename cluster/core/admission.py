@@ -1,0 +1,114 @@
+"""Whether a request may come in: refused early, with the limit that failed, rather than served late.
+
+`gate` asks before anything is priced, `judge` after: it takes the best candidate that keeps the request's SLO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from cluster.core.commands import Candidate, Explanation, Limit, Reject, RetryAfter
+from cluster.core.events import Arrive
+from cluster.core.routing import needs_prefill
+from cluster.core.state import Slo, View
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admit:
+    chosen: Candidate
+    explanation: Explanation
+
+
+def gate(view: View, request: Arrive, any_prefill: bool, any_decode: bool) -> RetryAfter | Reject | None:
+    """What no candidate could change: too much in flight, a role without workers, a request too long for any.
+
+    `any_prefill` and `any_decode` count every worker, the view only those that could hold this request.
+    """
+    config = view.config
+    if view.inflight >= config.inflight_max:
+        limit = Limit(term="inflight_max", predicted=view.inflight + 1, allowed=config.inflight_max)
+        return _retry(view, request, config.retry_s_min, Explanation(policy=config.policy, limit=limit))
+    needed = [("decode", view.decode, any_decode)]
+    if needs_prefill(view, request):
+        needed.append(("prefill", view.prefill, any_prefill))
+    for role, fitting, any_worker in needed:
+        if not any_worker:
+            limit = Limit(term=f"no {role} worker", predicted=0, allowed=1)
+            return _retry(
+                view, request, config.retry_s_no_worker, Explanation(policy=config.policy, limit=limit)
+            )
+        if not fitting:
+            return _reject(request, f"longer than any {role} worker holds", Explanation(policy=config.policy))
+    return None
+
+
+def judge(view: View, request: Arrive, ranked: Sequence[Candidate]) -> Admit | RetryAfter | Reject:
+    """Admit the first of `ranked` that keeps the SLO; else say what the best one misses, and when to come again."""
+    assert ranked, "a policy must offer a candidate"
+    explained = tuple(ranked[: view.config.explained_max])
+    for position, candidate in enumerate(ranked):
+        if _missed(candidate, request.slo) is None:
+            others = [other for other in ranked[:2] if other is not candidate]
+            return Admit(
+                chosen=candidate,
+                explanation=Explanation(
+                    policy=view.config.policy,
+                    candidates=explained if position < len(explained) else (*explained[:-1], candidate),
+                    chosen=candidate,
+                    runner_up=others[0] if others else None,
+                ),
+            )
+    best = ranked[0]
+    limit = _missed(best, request.slo)
+    assert limit is not None
+    explanation = Explanation(policy=view.config.policy, candidates=explained, limit=limit)
+    seconds = _ttft_over_s(best, limit) if limit.term == "ttft_s" else _tbt_over_s(view, best, limit)
+    if seconds is None:
+        return _reject(request, f"{limit.term} would be missed on an idle cluster too", explanation)
+    return _retry(view, request, seconds, explanation)
+
+
+def _missed(candidate: Candidate, slo: Slo) -> Limit | None:
+    cost = candidate.cost
+    if slo.ttft_s is not None and cost.ttft_s > slo.ttft_s:
+        return Limit(term="ttft_s", predicted=cost.ttft_s, allowed=slo.ttft_s)
+    if slo.tbt_s is not None and cost.tbt_s > slo.tbt_s:
+        return Limit(term="tbt_s", predicted=cost.tbt_s, allowed=slo.tbt_s)
+    return None
+
+
+def _ttft_over_s(best: Candidate, limit: Limit) -> float | None:
+    """Seconds until enough of the queues before it has drained; None where even all of it would not do."""
+    over_s = limit.predicted - limit.allowed
+    return over_s if over_s <= best.cost.queue_s + best.cost.decode_wait_s else None
+
+
+def _tbt_over_s(view: View, best: Candidate, limit: Limit) -> float | None:
+    """Seconds until enough streams of the decode worker have ended, one after another; None where all would not do."""
+    worker = next(worker for worker in view.decode if worker.id == best.decode)
+    streams = len(worker.streams)
+    if not streams:
+        return None
+    empty_s = worker.step_s(1 - streams, -worker.context_tokens)
+    if empty_s > limit.allowed:
+        return None
+    stream_s = (limit.predicted - empty_s) / streams
+    ends = ceil((limit.predicted - limit.allowed) / stream_s) if stream_s > 0 else 1
+    return ends * view.output_tokens * limit.predicted / streams
+
+
+def _retry(view: View, request: Arrive, seconds: float, explanation: Explanation) -> RetryAfter:
+    assert explanation.limit is not None
+    return RetryAfter(
+        request=request.request,
+        attempt=request.attempt,
+        seconds=min(max(seconds, view.config.retry_s_min), view.config.retry_s_max),
+        reason=explanation.limit.term,
+        explanation=explanation,
+    )
+
+
+def _reject(request: Arrive, reason: str, explanation: Explanation) -> Reject:
+    return Reject(request=request.request, attempt=request.attempt, reason=reason, explanation=explanation)

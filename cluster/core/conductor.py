@@ -1,0 +1,425 @@
+"""The conductor: a pure machine that decides where every request is served. Events in, commands out.
+
+    Arrive ──► gate ──► match ──► price and rank ──► judge ──► Place | RetryAfter | Reject
+               (admission)  (prefix index)  (routing policy)  (admission)
+
+Rules.
+- `handle` is synchronous and total: any event may come late, twice, or about something unknown, and is then ignored.
+- `now` never goes backwards; it, `chance` and the events are the only inputs. Equal inputs give equal commands.
+- One request has one placement at most. A new attempt replaces the old one; what is said of the old one is ignored.
+- The conductor decides, the gateway owns: an `Abort` says that an attempt is over, what follows is a fresh `Arrive`.
+
+A placement's life.  Its prefill counts in the prefill worker's queue until `PrefillFinished`; its KV counts in the
+decode worker from the start, since that room is spoken for.  Both end with the attempt, however it ends.
+
+    queued ──PrefillStarted──► prefilling ──PrefillFinished──► handing off ──DecodeStarted──► decoding ──► (gone)
+                                                                ▲
+    no prefill needed ──────────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any, assert_never
+
+from cluster.core.admission import Admit, gate, judge
+from cluster.core.commands import (
+    Abort,
+    Candidate,
+    Command,
+    Place,
+    Reject,
+    RequestSnapshot,
+    RetryAfter,
+    WakeAt,
+)
+from cluster.core.cost import FIT_WEIGHT, Fit, decode_step_s, prefill_s
+from cluster.core.events import (
+    Aborted,
+    Arrive,
+    BlockRemoved,
+    BlockStored,
+    DecodeStarted,
+    Event,
+    Failed,
+    Finished,
+    FirstToken,
+    NodeLeft,
+    NodeSnapshot,
+    PrefillFinished,
+    PrefillStarted,
+    Timer,
+    WorkerJoined,
+    WorkerLeft,
+)
+from cluster.core.routing import POLICIES, Chance
+from cluster.core.state import ConductorConfig, Role, View, Worker
+from kvstore.core.blocks import NodeId, RequestId, WorkerId
+from kvstore.core.prefix_index import PrefixIndex
+
+
+class Stage(StrEnum):
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    HANDING_OFF = "handing off"
+    DECODING = "decoding"
+
+
+@dataclass(slots=True, kw_only=True)
+class Flight:
+    """One attempt of one request that was placed and is not over. `step_s` is the uncorrected step at its start."""
+
+    place: Place
+    placed_s: float
+    stage: Stage
+    step_s: float = 0.0
+
+
+class Conductor:
+    """Owns the workers' loads, the flights and the copy of who holds what. See the module's rules."""
+
+    def __init__(self, config: ConductorConfig, chance: Chance) -> None:
+        self.config = config
+        self.index = PrefixIndex()
+        self._chance = chance
+        self._policy = POLICIES[config.policy]
+        self._now_s = float("-inf")
+        self._workers: dict[WorkerId, Worker] = {}
+        self._flights: dict[RequestId, Flight] = {}
+        self._snapshots_asked_s: dict[NodeId, float] = {}
+        self._wake_s = float("inf")
+        self._output_tokens = float(config.output_tokens_guess)
+        self._ttft_fit = Fit()
+        self._counts = {"placed": 0, "retried": 0, "rejected": 0, "finished": 0, "failed": 0, "aborted": 0}
+
+    # -- events in, commands out
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """What to do about `event`, which is known at `now` seconds. Raises nothing but AssertionError, for a bug."""
+        assert now >= self._now_s, f"the clock went back from {self._now_s} to {now}"
+        self._now_s = now
+        commands = self._handle(event)
+        return [*commands, *self._next_wake()]
+
+    def _handle(self, event: Event) -> list[Command]:
+        match event:
+            case Arrive():
+                return self._arrive(event)
+            case (
+                PrefillStarted() | DecodeStarted() | FirstToken() | PrefillFinished() | Finished() | Failed()
+            ):
+                return self._progress(event)
+            case Aborted():
+                return self._aborted(event)
+            case BlockStored():
+                return self._seen(event.node, self.index.stored(event.node, event.hashes, event.sequence))
+            case BlockRemoved():
+                return self._seen(event.node, self.index.removed(event.node, event.hashes, event.sequence))
+            case NodeSnapshot():
+                self._snapshots_asked_s.pop(event.node, None)
+                return self._seen(event.node, self.index.replace(event.node, event.hashes, event.sequence))
+            case NodeLeft():
+                self._snapshots_asked_s.pop(event.node, None)
+                self.index.drop(event.node)
+                return []
+            case WorkerJoined():
+                return self._joined(event)
+            case WorkerLeft():
+                return self._left(event.worker, f"{event.worker} left: {event.reason}")
+            case Timer():
+                return self._timer()
+        assert_never(event)
+
+    # -- placing
+
+    def _arrive(self, event: Arrive) -> list[Command]:
+        assert event.tokens // self.config.block_tokens == len(event.chain), (
+            f"{event.request}: chain and length differ"
+        )
+        flight = self._flights.get(event.request)
+        if flight is not None and event.attempt < flight.place.attempt:
+            return []
+        if flight is not None and event.attempt == flight.place.attempt:
+            return [flight.place]  # the gateway asked again: the same answer
+        self._end(event.request)
+        answer = self._decide(event)
+        match answer:
+            case Place():
+                self._counts["placed"] += 1
+            case RetryAfter():
+                self._counts["retried"] += 1
+            case Reject():
+                self._counts["rejected"] += 1
+        return [answer]
+
+    def _decide(self, event: Arrive) -> Place | RetryAfter | Reject:
+        view = self._view(event)
+        roles = [worker.role for worker in self._workers.values()]
+        refusal = gate(view, event, Role.PREFILL in roles, Role.DECODE in roles)
+        if refusal is not None:
+            return refusal
+        verdict = judge(view, event, self._policy(view, event, self._chance))
+        if isinstance(verdict, Reject):
+            self._doubt(verdict.explanation.candidates[0])
+        return self._place(event, verdict) if isinstance(verdict, Admit) else verdict
+
+    def _doubt(self, refused: Candidate) -> None:
+        """A worker refused as too slow even when idle brings no observations that could clear it: believe it less."""
+        for worker in (refused.prefill, refused.decode):
+            if worker is not None:
+                self._workers[worker].fit = self._workers[worker].fit.relax()
+
+    def _view(self, event: Arrive) -> View:
+        output_tokens = max(1, round(min(self._output_tokens, event.max_new_tokens)))
+        workers = self._workers.values()
+        return View(
+            now_s=self._now_s,
+            config=self.config,
+            prefill=tuple(
+                w for w in workers if w.role is Role.PREFILL and w.capacity.kv_tokens_max >= event.tokens
+            ),
+            decode=tuple(
+                w for w in workers if w.role is Role.DECODE and w.capacity.kv_tokens_max > event.tokens
+            ),
+            held=self.index.match(event.chain),
+            inflight=len(self._flights),
+            placements=self._counts["placed"],
+            output_tokens=output_tokens,
+        )
+
+    def _place(self, event: Arrive, verdict: Admit) -> Place:
+        chosen: Candidate = verdict.chosen
+        place = Place(
+            request=event.request,
+            attempt=event.attempt,
+            prefill=chosen.prefill,
+            decode=chosen.decode,
+            cached_tokens_expected=chosen.cached_tokens,
+            source=chosen.source,
+            explanation=verdict.explanation,
+        )
+        expected_tokens = round(min(self._output_tokens, event.max_new_tokens))
+        self._workers[chosen.decode].stream(event.request, event.tokens + expected_tokens)
+        if chosen.prefill is not None:
+            self._workers[chosen.prefill].queue(event.request, round(chosen.cost.prefill_s * 1e6))
+        stage = Stage.HANDING_OFF if chosen.prefill is None else Stage.QUEUED
+        self._flights[event.request] = Flight(place=place, placed_s=self._now_s, stage=stage)
+        return place
+
+    # -- following what was placed
+
+    def _progress(
+        self, event: PrefillStarted | PrefillFinished | DecodeStarted | FirstToken | Finished | Failed
+    ) -> list[Command]:
+        flight = self._flights.get(event.request)
+        if flight is None or flight.place.attempt != event.attempt:
+            return []
+        match event:
+            case PrefillStarted():
+                self._prefill_started(flight)
+            case PrefillFinished():
+                self._prefill_finished(flight, event)
+            case DecodeStarted():
+                self._decode_started(flight)
+            case FirstToken():
+                self._decode_started(flight)
+                chosen = flight.place.explanation.chosen
+                assert chosen is not None
+                self._ttft_fit = self._ttft_fit.observe(chosen.cost.ttft_s, event.ttft_s)
+            case Finished():
+                self._finished(flight, event)
+            case Failed():
+                self._counts["failed"] += 1
+                self._end(event.request)
+        return []
+
+    def _prefill_started(self, flight: Flight) -> None:
+        if flight.stage is Stage.QUEUED and flight.place.prefill is not None:
+            flight.stage = Stage.PREFILLING
+            self._workers[flight.place.prefill].start(flight.place.request, self._now_s)
+
+    def _prefill_finished(self, flight: Flight, event: PrefillFinished) -> None:
+        if flight.stage not in (Stage.QUEUED, Stage.PREFILLING) or flight.place.prefill is None:
+            return
+        flight.stage = Stage.HANDING_OFF
+        worker = self._workers[flight.place.prefill]
+        worker.release(event.request)
+        predicted_s = prefill_s(worker.coefficients, event.cached_tokens, event.computed_tokens)
+        worker.fit = worker.fit.observe(predicted_s, event.observed_s)
+
+    def _decode_started(self, flight: Flight) -> None:
+        """Whatever was not heard of the prefill: it is over once the decode worker has the KV."""
+        if flight.stage is Stage.DECODING:
+            return
+        flight.stage = Stage.DECODING
+        flight.step_s = self._step_s(self._workers[flight.place.decode])
+        if flight.place.prefill in self._workers:
+            self._workers[flight.place.prefill].release(flight.place.request)
+
+    def _finished(self, flight: Flight, event: Finished) -> None:
+        """Learn from the answer. Its batch changed while it ran: the mean of both ends stands for what it saw."""
+        worker = self._workers[flight.place.decode]
+        if flight.stage is Stage.DECODING and event.tbt_mean_s is not None:
+            predicted_s = (flight.step_s + self._step_s(worker)) / 2
+            worker.fit = worker.fit.observe(predicted_s, event.tbt_mean_s)
+        self._output_tokens += FIT_WEIGHT * (event.output_tokens - self._output_tokens)
+        self._counts["finished"] += 1
+        self._end(event.request)
+
+    def _step_s(self, worker: Worker) -> float:
+        batch = min(len(worker.streams), worker.capacity.batch_max)
+        return decode_step_s(worker.coefficients, batch, worker.context_tokens)
+
+    def _aborted(self, event: Aborted) -> list[Command]:
+        if self._end(event.request):
+            self._counts["aborted"] += 1
+        return []
+
+    def _end(self, request: RequestId) -> bool:
+        """Take the request's flight out, and its load off both workers."""
+        flight = self._flights.pop(request, None)
+        if flight is None:
+            return False
+        self._workers[flight.place.decode].release(request)
+        if flight.place.prefill in self._workers:
+            self._workers[flight.place.prefill].release(request)
+        return True
+
+    # -- members
+
+    def _joined(self, event: WorkerJoined) -> list[Command]:
+        """A worker that says again what is known changes nothing; one that says something else has restarted."""
+        worker = Worker(
+            id=event.worker,
+            role=event.role,
+            node=event.node,
+            address=event.address,
+            capacity=event.capacity,
+            coefficients=event.coefficients,
+        )
+        known = self._workers.get(event.worker)
+        if known is not None and _identity(known) == _identity(worker):
+            return []
+        commands = self._left(event.worker, f"{event.worker} restarted")
+        self._workers[event.worker] = worker
+        self._workers = dict(sorted(self._workers.items()))  # views list workers by id
+        if event.node not in self.index.nodes():
+            commands += self._ask(event.node)
+        return commands
+
+    def _left(self, worker: WorkerId, reason: str) -> list[Command]:
+        if worker not in self._workers:
+            return []
+        lost = [flight.place for flight in self._flights.values() if _needs(flight, worker)]
+        for place in lost:
+            self._end(place.request)
+        del self._workers[worker]
+        return [Abort(request=place.request, attempt=place.attempt, reason=reason) for place in lost]
+
+    # -- the copy of the truth, and time
+
+    def _seen(self, node: NodeId, complete: bool) -> list[Command]:
+        if complete:
+            return []
+        return self._ask(node)
+
+    def _ask(self, node: NodeId) -> list[Command]:
+        if node in self._snapshots_asked_s:
+            return []
+        self._snapshots_asked_s[node] = self._now_s
+        return [RequestSnapshot(node=node)]
+
+    def _timer(self) -> list[Command]:
+        """Ask again for snapshots that did not come; end attempts that nobody ended."""
+        if self._now_s >= self._wake_s:
+            self._wake_s = float("inf")
+        commands: list[Command] = []
+        for node, asked_s in list(self._snapshots_asked_s.items()):
+            if asked_s + self.config.snapshot_retry_s <= self._now_s:
+                del self._snapshots_asked_s[node]
+                commands += self._ask(node)
+        for flight in list(self._flights.values()):
+            if flight.placed_s + self.config.request_s_max > self._now_s:
+                break  # flights are in order of placement
+            self._end(flight.place.request)
+            commands.append(
+                Abort(request=flight.place.request, attempt=flight.place.attempt, reason="request_s_max")
+            )
+        return commands
+
+    def _next_wake(self) -> list[Command]:
+        """A WakeAt for the next deadline, unless one that comes soon enough was asked for."""
+        due_s = min(
+            min(self._snapshots_asked_s.values(), default=float("inf")) + self.config.snapshot_retry_s,
+            next((f.placed_s for f in self._flights.values()), float("inf")) + self.config.request_s_max,
+        )
+        if due_s >= self._wake_s:
+            return []
+        self._wake_s = due_s
+        return [WakeAt(at_s=due_s)]
+
+    # -- proving and showing
+
+    def check(self) -> None:
+        """Assert the invariants: every load is the sum of its flights, every flight is on workers that exist."""
+        self.index.check()
+        assert len(self._flights) <= self.config.inflight_max, "too much in flight"
+        queued: dict[WorkerId, list[RequestId]] = {worker: [] for worker in self._workers}
+        streams: dict[WorkerId, list[RequestId]] = {worker: [] for worker in self._workers}
+        for request, flight in self._flights.items():
+            assert flight.place.request == request
+            streams[flight.place.decode].append(request)
+            if flight.place.prefill is not None and flight.stage in (Stage.QUEUED, Stage.PREFILLING):
+                queued[flight.place.prefill].append(request)
+        for worker in self._workers.values():
+            worker.check()
+            assert list(worker.queue_us) == queued[worker.id], f"{worker.id}: queue and flights disagree"
+            assert list(worker.streams) == streams[worker.id], f"{worker.id}: streams and flights disagree"
+        placed_s = [flight.placed_s for flight in self._flights.values()]
+        assert placed_s == sorted(placed_s), "flights are not in order of placement"
+
+    def snapshot(self) -> dict[str, Any]:
+        """The whole state as plain data, for `moonpool status` and the web page."""
+        stages = [flight.stage for flight in self._flights.values()]
+        return {
+            "now_s": self._now_s,
+            "policy": self.config.policy,
+            "counts": dict(self._counts),
+            "inflight": {stage.value: stages.count(stage) for stage in Stage},
+            "output_tokens_expected": self._output_tokens,
+            "ttft_fit": asdict(self._ttft_fit),
+            "workers": [self._worker_row(worker) for worker in self._workers.values()],
+            "nodes": [self._node_row(node) for node in sorted(self.index.nodes())],
+            "blocks": len(self.index),
+        }
+
+    def _worker_row(self, worker: Worker) -> dict[str, Any]:
+        return {
+            "worker": worker.id,
+            "role": worker.role.value,
+            "node": worker.node,
+            "address": worker.address,
+            "requests": len(worker.queue_us) + len(worker.streams),
+            "queue_s": worker.queue_s(self._now_s),
+            "context_tokens": worker.context_tokens,
+            "fit": asdict(worker.fit),
+        }
+
+    def _node_row(self, node: NodeId) -> dict[str, Any]:
+        return {
+            "node": node,
+            "blocks": self.index.blocks_on(node),
+            "sequence": self.index.sequence_of(node),
+            "snapshot_asked": node in self._snapshots_asked_s,
+        }
+
+
+def _identity(worker: Worker) -> tuple[object, ...]:
+    return (worker.role, worker.node, worker.address, worker.capacity, worker.coefficients)
+
+
+def _needs(flight: Flight, worker: WorkerId) -> bool:
+    """Whether the flight is lost without `worker`; a prefill that is over needs its worker no more."""
+    before_handoff = flight.stage in (Stage.QUEUED, Stage.PREFILLING)
+    return flight.place.decode == worker or (before_handoff and flight.place.prefill == worker)
