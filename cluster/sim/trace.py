@@ -32,9 +32,7 @@ TRACE_BLOCK_TOKENS = 512
 # The conversation trace was recorded in 3-second bins: all its arrivals lie within 3 ms of a multiple of 3000 ms.
 GRID_MS = 3000
 GRID_TOLERANCE_MS = 5
-GRID_FRACTION_MIN = (
-    0.95  # arrivals at random times hit the grid with probability 11 / 3000
-)
+GRID_FRACTION_MIN = 0.95  # arrivals at random times hit the grid with probability 11 / 3000
 
 
 class TraceError(ValueError):
@@ -67,9 +65,7 @@ def read_trace(path: Path) -> Iterator[TraceRow]:
         try:
             row = _parse_row(line)
             if row.timestamp_ms < previous_ms:
-                raise TraceError(
-                    f"timestamp {row.timestamp_ms} lies before the previous row's {previous_ms}"
-                )
+                raise TraceError(f"timestamp {row.timestamp_ms} lies before the previous row's {previous_ms}")
         except TraceError as error:
             raise TraceError(f"{path}:{number}: {error}") from error
         previous_ms = row.timestamp_ms
@@ -85,9 +81,7 @@ def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
             for number, line in enumerate(lines, start=1):
                 yield number, line
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise TraceError(
-                f"{path}:{number + 1}: damaged gzip data: {error}"
-            ) from error
+            raise TraceError(f"{path}:{number + 1}: damaged gzip data: {error}") from error
 
 
 def _open_maybe_gzipped(path: Path) -> IO[bytes]:
@@ -124,9 +118,7 @@ def _whole_number(fields: dict[str, Any], key: str, at_least: int) -> int:
         raise TraceError(f"key {key!r} is missing")
     value = fields[key]
     if type(value) is not int or value < at_least:  # bool is an int to isinstance
-        raise TraceError(
-            f"{key} must be a whole number of at least {at_least}, not {value!r}"
-        )
+        raise TraceError(f"{key} must be a whole number of at least {at_least}, not {value!r}")
     return value
 
 
@@ -134,8 +126,8 @@ def _hash_ids(fields: dict[str, Any]) -> tuple[int, ...]:
     if "hash_ids" not in fields:
         raise TraceError("key 'hash_ids' is missing")
     ids = fields["hash_ids"]
-    if not isinstance(ids, list) or any(type(i) is not int or i < 0 for i in ids):
-        raise TraceError("hash_ids must be a list of whole numbers of at least 0")
+    if not isinstance(ids, list) or any(type(i) is not int or not 0 <= i < 2**64 for i in ids):
+        raise TraceError("hash_ids must be a list of whole numbers from 0 to 2**64 - 1")
     return tuple(ids)
 
 
@@ -144,11 +136,7 @@ def _hash_ids(fields: dict[str, Any]) -> tuple[int, ...]:
 
 def is_on_grid(rows: Sequence[TraceRow]) -> bool:
     """Whether the arrivals sit on the 3-second recording grid. Needs two instants: a lone burst at 0 proves nothing."""
-    on_grid = [
-        row
-        for row in rows
-        if abs(row.timestamp_ms - _grid_point_ms(row)) <= GRID_TOLERANCE_MS
-    ]
+    on_grid = [row for row in rows if abs(row.timestamp_ms - _grid_point_ms(row)) <= GRID_TOLERANCE_MS]
     instants = {_grid_point_ms(row) for row in on_grid}
     return len(instants) >= 2 and len(on_grid) >= GRID_FRACTION_MIN * len(rows)
 
@@ -213,9 +201,7 @@ def prompt_token_ids(row: TraceRow, vocab: range, seed: int = 0) -> list[int]:
     return tokens[: row.input_tokens]
 
 
-def _block_token_ids(
-    hash_id: int, block_tokens: int, vocab: range, seed: int
-) -> Iterator[int]:
+def _block_token_ids(hash_id: int, block_tokens: int, vocab: range, seed: int) -> Iterator[int]:
     key = struct.pack("<qQ", seed, hash_id)
     words = struct.unpack(
         f"<{block_tokens}I",
@@ -256,15 +242,11 @@ def generate_conversations(seed: int) -> Iterator[TraceRow]:
     rng = Random(seed)
     next_id = 1  # 0 is the system block
     started = 0
-    turns: list[
-        tuple[float, int, _Session]
-    ] = []  # (arrival_s, session number, session): a heap
+    turns: list[tuple[float, int, _Session]] = []  # (arrival_s, session number, session): a heap
     next_session_s = 0.0
     while True:
         if not turns or next_session_s <= turns[0][0]:
-            heapq.heappush(
-                turns, (next_session_s, started, _Session(SYSTEM_TOKENS, [0]))
-            )
+            heapq.heappush(turns, (next_session_s, started, _Session(SYSTEM_TOKENS, [0])))
             started += 1
             next_session_s += rng.expovariate(1 / SESSION_GAP_S)
         arrival_s, number, session = heapq.heappop(turns)
@@ -275,20 +257,14 @@ def generate_conversations(seed: int) -> Iterator[TraceRow]:
             session.full_blocks.append(next_id)
             next_id += 1
         hash_ids = list(session.full_blocks)
-        if (
-            session.tokens % TRACE_BLOCK_TOKENS
-        ):  # a part-full block is another block once it has grown
+        if session.tokens % TRACE_BLOCK_TOKENS:  # a part-full block is another block once it has grown
             hash_ids.append(next_id)
             next_id += 1
         answer_tokens = min(_length(rng, ANSWER_TOKENS_MEDIAN), ANSWER_TOKENS_MAX)
-        yield TraceRow(
-            round(arrival_s * 1000), session.tokens, answer_tokens, tuple(hash_ids)
-        )
+        yield TraceRow(round(arrival_s * 1000), session.tokens, answer_tokens, tuple(hash_ids))
         session.tokens += answer_tokens
         if rng.random() < GO_ON_PROBABILITY:
-            heapq.heappush(
-                turns, (arrival_s + rng.expovariate(1 / THINK_S), number, session)
-            )
+            heapq.heappush(turns, (arrival_s + rng.expovariate(1 / THINK_S), number, session))
 
 
 def _length(rng: Random, median: int) -> int:
