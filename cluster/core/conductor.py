@@ -26,8 +26,8 @@ from typing import Any, assert_never
 from cluster.core.admission import Admit, gate, judge
 from cluster.core.commands import (
     Abort,
-    Candidate,
     Command,
+    Explanation,
     Place,
     Reject,
     RequestSnapshot,
@@ -161,17 +161,19 @@ class Conductor:
             return refusal
         verdict = judge(view, event, self._policy(view, event, self._chance))
         if isinstance(verdict, Reject):
-            self._doubt(verdict.explanation.candidates[0])
-        return self._place(event, verdict) if isinstance(verdict, Admit) else verdict
+            self._doubt(verdict.explanation)
+        return self._place(view, verdict, event) if isinstance(verdict, Admit) else verdict
 
-    def _doubt(self, refused: Candidate) -> None:
-        """A worker refused as too slow even when idle brings no observations that could clear it: believe it less."""
-        for worker in (refused.prefill, refused.decode):
-            if worker is not None:
-                self._workers[worker].fit = self._workers[worker].fit.relax()
+    def _doubt(self, refused: Explanation) -> None:
+        """Believe a correction less that alone made a request seem impossible: refusals bring no observations."""
+        best, limit = refused.candidates[0], refused.limit
+        assert limit is not None, "a candidate was refused without a limit"
+        workers = [self._workers[name] for name in (best.prefill, best.decode) if name is not None]
+        if limit.predicted / max(worker.fit.scale for worker in workers) <= limit.allowed:
+            for worker in workers:
+                worker.fit = worker.fit.relax()
 
     def _view(self, event: Arrive) -> View:
-        output_tokens = max(1, round(min(self._output_tokens, event.max_new_tokens)))
         workers = self._workers.values()
         return View(
             now_s=self._now_s,
@@ -185,11 +187,12 @@ class Conductor:
             held=self.index.match(event.chain),
             inflight=len(self._flights),
             placements=self._counts["placed"],
-            output_tokens=output_tokens,
+            output_tokens=self._output_tokens,
+            context_tokens=event.tokens + round(min(self._output_tokens, event.max_new_tokens)),
         )
 
-    def _place(self, event: Arrive, verdict: Admit) -> Place:
-        chosen: Candidate = verdict.chosen
+    def _place(self, view: View, verdict: Admit, event: Arrive) -> Place:
+        chosen = verdict.chosen
         place = Place(
             request=event.request,
             attempt=event.attempt,
@@ -199,8 +202,7 @@ class Conductor:
             source=chosen.source,
             explanation=verdict.explanation,
         )
-        expected_tokens = round(min(self._output_tokens, event.max_new_tokens))
-        self._workers[chosen.decode].stream(event.request, event.tokens + expected_tokens)
+        self._workers[chosen.decode].stream(event.request, view.context_tokens)
         if chosen.prefill is not None:
             self._workers[chosen.prefill].queue(event.request, round(chosen.cost.prefill_s * 1e6))
         stage = Stage.HANDING_OFF if chosen.prefill is None else Stage.QUEUED
@@ -289,7 +291,10 @@ class Conductor:
     # -- members
 
     def _joined(self, event: WorkerJoined) -> list[Command]:
-        """A worker that says again what is known changes nothing; one that says something else has restarted."""
+        """A worker that says again what is known changes nothing; one that says something else has restarted.
+
+        A worker on a node that is not known yet leads to the question what that node holds.
+        """
         worker = Worker(
             id=event.worker,
             role=event.role,

@@ -61,6 +61,8 @@ def fetch_s(kv_bytes: int, link: Link) -> float:
 
 FIT_WEIGHT = 0.2
 """Weight of the newest observation: after ten, nine tenths of the scale come from what was seen."""
+FIT_DOUBT = 0.05
+"""Weight of having no observation, where one was refused for what the scale says."""
 FIT_RATIO_MAX = 4.0
 """One observation counts at most this factor, either way: a stall must not teach that the worker is slow."""
 
@@ -88,8 +90,8 @@ class Fit:
         )
 
     def relax(self) -> Fit:
-        """The fit with its scale moved back towards 1, for want of observations."""
-        return replace(self, scale=self.scale + FIT_WEIGHT * (1 - self.scale))
+        """The fit with its scale moved a little towards 1, for want of observations."""
+        return replace(self, scale=self.scale + FIT_DOUBT * (1 - self.scale))
 
 
 def _bounded(ratio: float) -> float:

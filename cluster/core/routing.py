@@ -36,9 +36,7 @@ def needs_prefill(view: View, request: Arrive) -> bool:
 def load(view: View, request: Arrive, chance: Chance) -> list[Candidate]:
     """Least predicted time to first token; between equals, least time between tokens."""
     offers = sorted(_prefill_offers(view, request), key=lambda offer: (offer.seconds, offer.name))[:SHORTLIST]
-    decode = sorted(view.decode, key=lambda worker: (sum(_decode_s(view, request, worker)), worker.id))[
-        :SHORTLIST
-    ]
+    decode = sorted(view.decode, key=lambda worker: (sum(_decode_s(view, worker)), worker.id))[:SHORTLIST]
     candidates = [_pair(view, request, offer, worker) for offer in offers for worker in decode]
     return sorted(candidates, key=_rank)
 
@@ -119,14 +117,13 @@ def _prefill_from(view: View, request: Arrive, worker: Worker, source: NodeId | 
     )
 
 
-def _decode_s(view: View, request: Arrive, worker: Worker) -> tuple[float, float]:
+def _decode_s(view: View, worker: Worker) -> tuple[float, float]:
     """(seconds until the request could join the batch, seconds of a step with it in)."""
-    context = request.tokens + min(request.max_new_tokens, view.output_tokens)
-    step_s = worker.step_s(1, context)
+    step_s = worker.step_s(1, view.context_tokens)
     streams = len(worker.streams)
     if not streams:
         return 0.0, step_s
-    tokens_over = max(0, worker.context_tokens + context - worker.capacity.kv_tokens_max)
+    tokens_over = max(0, worker.context_tokens + view.context_tokens - worker.capacity.kv_tokens_max)
     streams_over = max(
         streams + 1 - worker.capacity.batch_max,
         ceil(tokens_over * streams / max(worker.context_tokens, 1)),
@@ -141,7 +138,7 @@ def _pair(view: View, request: Arrive, offer: _PrefillOffer, decode: Worker) -> 
     config = view.config
     prompt_bytes = request.tokens * config.kv_bytes_per_token
     load_s = fetch_s(prompt_bytes, config.memory)
-    wait_s, step_s = _decode_s(view, request, decode)
+    wait_s, step_s = _decode_s(view, decode)
     source = offer.source if offer.worker else _whole_source(view, request, decode.node)
     from_node = offer.worker.node if offer.worker else source
     travel_s = fetch_s(prompt_bytes, config.network) if from_node != decode.node else 0.0

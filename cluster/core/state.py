@@ -126,7 +126,8 @@ class View:
     """All that a policy may look at, for one request. It must change none of it.
 
     `prefill` and `decode` are the workers that could take this request, by id; `held` is how many leading blocks of
-    its chain each node holds; `output_tokens` is how many tokens an answer is expected to have.
+    its chain each node holds; `context_tokens` is how many tokens of KV it is expected to end with; `output_tokens`
+    is how many tokens an answer has on average.
     """
 
     now_s: float
@@ -136,4 +137,5 @@ class View:
     held: Mapping[NodeId, int]
     inflight: int
     placements: int
-    output_tokens: int
+    context_tokens: int
+    output_tokens: float

@@ -57,10 +57,10 @@ class PrefixIndex:
         The order is that in which nodes drop out, then of their numbers: the longest prefixes come last.
         """
         held: dict[NodeId, int] = {}
-        holders = self._holders
+        holders_of = self._holders.get
         running = -1
         for depth, block in enumerate(chain):
-            still = running & holders.get(block, 0)
+            still = running & holders_of(block, 0)
             if still != running:
                 if depth:
                     self._note(held, running & ~still, depth)

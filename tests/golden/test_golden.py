@@ -69,7 +69,7 @@ def candidate(way: Candidate) -> str:
 
 def explanation(why: Explanation) -> Iterator[str]:
     if why.limit:
-        yield f"limit {why.limit.term}: {number(why.limit.predicted)} > {number(why.limit.allowed)}"
+        yield f"limit {why.limit.term}: {number(why.limit.predicted)}, allowed {number(why.limit.allowed)}"
     for way in why.candidates:
         role = "chosen" if way == why.chosen else "runner-up" if way == why.runner_up else "also"
         yield f"{role} {candidate(way)}"
