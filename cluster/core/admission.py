@@ -29,18 +29,17 @@ def gate(view: View, request: Arrive, any_prefill: bool, any_decode: bool) -> Re
     config = view.config
     if view.inflight >= config.inflight_max:
         limit = Limit(term="inflight_max", predicted=view.inflight + 1, allowed=config.inflight_max)
-        return _retry(view, request, config.retry_s_min, Explanation(policy=config.policy, limit=limit))
+        why = Explanation(policy=config.policy, limit=limit)
+        return _retry(view, request, config.retry_s_min, limit.term, why)
     needed = [("decode", view.decode, any_decode)]
     if needs_prefill(view, request):
         needed.append(("prefill", view.prefill, any_prefill))
+    why = Explanation(policy=config.policy)
     for role, fitting, any_worker in needed:
         if not any_worker:
-            limit = Limit(term=f"no {role} worker", predicted=0, allowed=1)
-            return _retry(
-                view, request, config.retry_s_no_worker, Explanation(policy=config.policy, limit=limit)
-            )
+            return _retry(view, request, config.retry_s_no_worker, f"no {role} worker", why)
         if not fitting:
-            return _reject(request, f"longer than any {role} worker holds", Explanation(policy=config.policy))
+            return _reject(request, f"longer than any {role} worker holds", why)
     return None
 
 
@@ -67,7 +66,7 @@ def judge(view: View, request: Arrive, ranked: Sequence[Candidate]) -> Admit | R
     seconds = _ttft_over_s(best, limit) if limit.term == "ttft_s" else _tbt_over_s(view, best, limit)
     if seconds is None:
         return _reject(request, f"{limit.term} would be missed on an idle cluster too", explanation)
-    return _retry(view, request, seconds, explanation)
+    return _retry(view, request, seconds, limit.term, explanation)
 
 
 def _missed(candidate: Candidate, slo: Slo) -> Limit | None:
@@ -91,7 +90,7 @@ def _tbt_over_s(view: View, best: Candidate, limit: Limit) -> float | None:
     streams = len(worker.streams)
     if not streams:
         return None
-    empty_s = worker.step_s(1 - streams, -worker.context_tokens)
+    empty_s = worker.step_s(1 - streams, view.context_tokens - worker.context_tokens)
     if empty_s > limit.allowed:
         return None
     stream_s = (limit.predicted - empty_s) / streams
@@ -99,13 +98,12 @@ def _tbt_over_s(view: View, best: Candidate, limit: Limit) -> float | None:
     return ends * view.output_tokens * limit.predicted / streams
 
 
-def _retry(view: View, request: Arrive, seconds: float, explanation: Explanation) -> RetryAfter:
-    assert explanation.limit is not None
+def _retry(view: View, request: Arrive, seconds: float, reason: str, explanation: Explanation) -> RetryAfter:
     return RetryAfter(
         request=request.request,
         attempt=request.attempt,
         seconds=min(max(seconds, view.config.retry_s_min), view.config.retry_s_max),
-        reason=explanation.limit.term,
+        reason=reason,
         explanation=explanation,
     )
 
