@@ -34,7 +34,7 @@ from cluster.core.commands import (
     RetryAfter,
     WakeAt,
 )
-from cluster.core.cost import FIT_WEIGHT, Fit, decode_step_s, prefill_s
+from cluster.core.cost import FIT_WEIGHT, Fit, prefill_s
 from cluster.core.events import (
     Aborted,
     Arrive,
@@ -255,7 +255,7 @@ class Conductor:
         if flight.stage is Stage.DECODING:
             return
         flight.stage = Stage.DECODING
-        flight.step_s = self._step_s(self._workers[flight.place.decode])
+        flight.step_s = self._uncorrected_step_s(self._workers[flight.place.decode])
         if flight.place.prefill in self._workers:
             self._workers[flight.place.prefill].release(flight.place.request)
 
@@ -263,15 +263,15 @@ class Conductor:
         """Learn from the answer. Its batch changed while it ran: the mean of both ends stands for what it saw."""
         worker = self._workers[flight.place.decode]
         if flight.stage is Stage.DECODING and event.tbt_mean_s is not None:
-            predicted_s = (flight.step_s + self._step_s(worker)) / 2
+            predicted_s = (flight.step_s + self._uncorrected_step_s(worker)) / 2
             worker.fit = worker.fit.observe(predicted_s, event.tbt_mean_s)
         self._output_tokens += FIT_WEIGHT * (event.output_tokens - self._output_tokens)
         self._counts["finished"] += 1
         self._end(event.request)
 
-    def _step_s(self, worker: Worker) -> float:
-        batch = min(len(worker.streams), worker.capacity.batch_max)
-        return decode_step_s(worker.coefficients, batch, worker.context_tokens)
+    def _uncorrected_step_s(self, worker: Worker) -> float:
+        """A step of the worker's present batch, as its coefficients alone predict it."""
+        return worker.step_s() / worker.fit.scale
 
     def _aborted(self, event: Aborted) -> list[Command]:
         if self._end(event.request):

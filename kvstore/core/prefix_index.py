@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from kvstore.core.blocks import BlockHash, NodeId
 
 EARLY_CHANGES_MAX = 1024
-"""Changes kept per node while a gap is open. Above it they are dropped, and the gap will show again."""
+"""Changes kept per node while a gap is open. Above it the oldest is dropped, and the gap will show again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +127,12 @@ class PrefixIndex:
 
     def _change(self, node: NodeId, sequence: int, change: _Change) -> bool:
         entry = self._node(node)
-        if sequence > entry.sequence and (
-            len(entry.early) < EARLY_CHANGES_MAX or sequence == entry.sequence + 1
-        ):
+        if sequence > entry.sequence:
             entry.early[sequence] = change
-        return self._catch_up(entry)
+        complete = self._catch_up(entry)
+        if len(entry.early) > EARLY_CHANGES_MAX:
+            del entry.early[min(entry.early)]  # never the newest: without it the gap would not show
+        return complete
 
     def _catch_up(self, entry: _Node) -> bool:
         while (change := entry.early.pop(entry.sequence + 1, None)) is not None:
@@ -174,7 +175,7 @@ class PrefixIndex:
         rebuilt: dict[BlockHash, int] = {}
         for node, entry in self._nodes.items():
             assert self._by_number[entry.bit.bit_length() - 1] == node, f"{node} lost its number"
-            assert len(entry.early) <= EARLY_CHANGES_MAX + 1, f"{node} keeps too many early changes"
+            assert len(entry.early) <= EARLY_CHANGES_MAX, f"{node} keeps too many early changes"
             assert entry.sequence + 1 not in entry.early, f"{node} could catch up and did not"
             for block in entry.blocks:
                 rebuilt[block] = rebuilt.get(block, 0) | entry.bit
