@@ -203,10 +203,7 @@ def prompt_token_ids(row: TraceRow, vocab: range, seed: int = 0) -> list[int]:
 
 def _block_token_ids(hash_id: int, block_tokens: int, vocab: range, seed: int) -> Iterator[int]:
     key = struct.pack("<qQ", seed, hash_id)
-    words = struct.unpack(
-        f"<{block_tokens}I",
-        blake3(b"trace block" + key).digest(length=4 * block_tokens),
-    )
+    words = struct.unpack(f"<{block_tokens}I", blake3(b"trace block" + key).digest(length=4 * block_tokens))
     return (vocab[word % len(vocab)] for word in words)
 
 

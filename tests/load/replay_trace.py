@@ -740,11 +740,19 @@ def _draw_load(axes: Axes, records: Sequence[Record]) -> None:
 # --- command line ------------------------------------------------------------------------------------------------------
 
 
-def _positive(text: str) -> float:
-    number = float(Fraction(text))
-    if not 0 < number < math.inf:
+def _fraction(text: str) -> Fraction:
+    """Exact, so that 1/16 and 0.0625 are one number."""
+    try:
+        number = Fraction(text)
+    except (ValueError, ZeroDivisionError) as error:
+        raise argparse.ArgumentTypeError(f"{text} is not a number") from error
+    if number <= 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return number
+
+
+def _positive(text: str) -> float:
+    return float(_fraction(text))
 
 
 def _positive_whole(text: str) -> int:
@@ -771,7 +779,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--speedup", type=_positive, default=1.0, help="divide all times between arrivals by this (1)")
     add(
         "--length-scale",
-        type=Fraction,
+        type=_fraction,
         default=Fraction(1),
         help="multiply all lengths by this (1); 1/16, 0.0625",
     )

@@ -11,11 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from aiohttp import web
@@ -28,6 +30,7 @@ from tests.load.replay_trace import (
     Server,
     UsageError,
     draw,
+    main,
     replay,
     spread_of,
     write_json,
@@ -55,6 +58,7 @@ class Behaviour:
     stop_after: int | None = None  # tokens, then:
     stop_by: str = ""  # "drop" the connection, "end" the stream early, send an "error", send "rubbish"
     refuses_ignore_eos: bool = False
+    waits_for_requests: int = 0  # answers nobody before so many have asked
 
 
 @dataclass(slots=True)
@@ -67,6 +71,7 @@ class FakeOpenAI:
     asked: list[dict[str, Any]] = field(default_factory=list)
     asked_at_s: list[float] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    enough_asked: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def models(self, request: web.Request) -> web.Response:
         model = {"id": "fake", "object": "model", "max_model_len": self.context_tokens}
@@ -97,6 +102,9 @@ class FakeOpenAI:
 
         sent = 0
         await asyncio.sleep(behaviour.first_token_s)
+        if len(self.asked) >= behaviour.waits_for_requests:
+            self.enough_asked.set()
+        await self.enough_asked.wait()
         while sent < body["max_tokens"]:
             if sent == behaviour.stop_after:
                 if behaviour.stop_by == "drop":
@@ -127,11 +135,10 @@ def serving(
 ) -> Iterator[FakeOpenAI]:
     """Run the server on a free port of the loopback until the block ends."""
     fake = FakeOpenAI(behave if callable(behave) else lambda _: behave, context_tokens)
-    ready = threading.Event()
-    loop = asyncio.new_event_loop()
-    over = asyncio.Event()
+    started: Future[Callable[[], object]] = Future()
 
     async def serve() -> None:
+        over = asyncio.Event()
         app = web.Application()
         app.router.add_get("/v1/models", fake.models)
         app.router.add_post("/v1/completions", fake.completions)
@@ -140,19 +147,18 @@ def serving(
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-        ready.set()
+        started.set_result(partial(asyncio.get_running_loop().call_soon_threadsafe, over.set))
         await over.wait()
         await runner.cleanup()
 
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
+    stop = started.result(timeout=10)
     try:
-        assert ready.wait(10), "the fake server did not start"
         yield fake
     finally:
-        loop.call_soon_threadsafe(over.set)
+        stop()
         thread.join(10)
-        loop.close()
 
 
 # --- traces and configurations -------------------------------------------------------------------------------------
@@ -182,7 +188,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def config(fake: FakeOpenAI, trace: Path | None, **changes: Any) -> ReplayConfig:
-    return ReplayConfig(url=fake.url, trace=trace, **{"timeout_s": 10.0, **changes})
+    return ReplayConfig(url=fake.url, trace=trace, **{"timeout_s": 30.0, **changes})
 
 
 def written(report: Report, folder: Path) -> dict[str, Any]:
@@ -192,10 +198,13 @@ def written(report: Report, folder: Path) -> dict[str, Any]:
         raise AssertionError(f"{constant} in the JSON")
 
     write_json(report, folder / "report.json")
-    draw(report, folder / "report.png")
-    assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
     content: dict[str, Any] = json.loads((folder / "report.json").read_text(), parse_constant=refuse)
     return content
+
+
+def is_drawn(report: Report, folder: Path) -> bool:
+    draw(report, folder / "report.png")
+    return (folder / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
 # --- well-behaved answers ------------------------------------------------------------------------------------------
@@ -206,10 +215,10 @@ def test_a_replay_measures_what_the_server_does(trace: Path, tmp_path: Path) -> 
         report = replay(config(fake, trace, requests=4))
     summary = report.summary
     assert (summary.sent, summary.succeeded, summary.errors, summary.unsent) == (4, 4, {}, 0)
-    assert summary.ttft_s and 0.1 <= summary.ttft_s.p50 < 0.2
+    assert summary.ttft_s and 0.1 <= summary.ttft_s.p50 < 1
     assert summary.tbt_all_gaps_s and summary.tbt_all_gaps_s.count == 4 * 3
-    assert 0.045 < summary.tbt_all_gaps_s.p50 < 0.1
-    assert summary.e2e_s and 0.25 <= summary.e2e_s.p50 < 0.5
+    assert 0.045 < summary.tbt_all_gaps_s.p50 < 0.5
+    assert summary.e2e_s and 0.25 <= summary.e2e_s.p50 < 2.5
     assert summary.cached_token_ratio == 16 / 64
     assert all(record.completion_tokens == 4 for record in report.records)
     assert len(written(report, tmp_path)["requests"]) == 4
@@ -249,20 +258,16 @@ def test_arrivals_keep_the_traces_times_divided_by_the_speedup(tmp_path: Path) -
     with serving(Behaviour()) as fake:
         report = replay(config(fake, trace, speedup=4))
     assert [record.arrival_s for record in report.records] == pytest.approx([0.0, 0.1, 0.3])
-    seen_s = [at_s - fake.asked_at_s[0] for at_s in fake.asked_at_s]
-    assert seen_s == pytest.approx([0.0, 0.1, 0.3], abs=0.08)
+    assert all(record.sent_s >= record.arrival_s for record in report.records)
+    assert fake.asked_at_s[2] - fake.asked_at_s[0] > 0.2
 
 
 def test_late_answers_do_not_delay_later_requests(tmp_path: Path) -> None:
-    """Open loop: 150 requests in 0.75 s, more than default pools hold; none is answered before 1.5 s."""
+    """Open loop: a server that answers nobody until 150 have asked gets its 150, more than default pools let out."""
     trace = write_trace(tmp_path / "t.jsonl", [5 * i for i in range(150)], output_tokens=1)
-    with serving(Behaviour(first_token_s=1.5)) as fake:
-        report = replay(config(fake, trace, requests=150))
-    assert report.summary.succeeded == 150
-    assert max(fake.asked_at_s) - min(fake.asked_at_s) < 1.4, (
-        "the last was sent only after the first was answered"
-    )
-    assert report.summary.send_lag_s and report.summary.send_lag_s.p99 < 0.5
+    with serving(Behaviour(waits_for_requests=150)) as fake:
+        summary = replay(config(fake, trace, requests=150, timeout_s=30.0)).summary
+    assert (summary.succeeded, summary.errors) == (150, {})
 
 
 def test_a_generated_trace_is_replayed_where_none_is_given() -> None:
@@ -343,15 +348,15 @@ def test_without_usage_the_times_remain(trace: Path) -> None:
         (Behaviour(stop_after=2, stop_by="end"), "disconnected"),
         (Behaviour(stop_after=2, stop_by="error"), "error_event"),
         (Behaviour(stop_after=2, stop_by="rubbish"), "malformed_event"),
-        (Behaviour(first_token_s=5), "timeout"),
-        (Behaviour(gap_s=5), "timeout"),
+        (Behaviour(first_token_s=20), "timeout"),
+        (Behaviour(gap_s=20), "timeout"),
     ],
 )
 def test_each_failure_is_counted_by_its_kind(
     behaviour: Behaviour, kind: str, trace: Path, tmp_path: Path
 ) -> None:
     with serving(behaviour) as fake:
-        report = replay(config(fake, trace, timeout_s=0.5))
+        report = replay(config(fake, trace, timeout_s=1.0 if kind == "timeout" else 30.0))
     summary = report.summary
     assert summary.errors == {kind: 5}
     assert (summary.failed, summary.succeeded, summary.slo_attainment, summary.goodput_rps) == (
@@ -374,25 +379,27 @@ def test_refusals_are_told_from_failures_and_keep_their_retry_after(trace: Path)
     assert (summary.slo_attainment, summary.slo_attainment_accepted) == (3 / 5, 1.0)
 
 
-def test_one_failure_leaves_the_others_alone(trace: Path) -> None:
+def test_one_failure_leaves_the_others_alone(trace: Path, tmp_path: Path) -> None:
     with serving(lambda i: Behaviour(stop_after=1, stop_by="drop") if i == 2 else Behaviour()) as fake:
         report = replay(config(fake, trace))
     assert [record.error for record in report.records] == [None, None, "disconnected", None, None]
+    assert is_drawn(report, tmp_path)
 
 
 def test_the_overall_timeout_ends_a_replay(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "t.jsonl", [0, 10, 60_000])
     with serving(Behaviour(first_token_s=60)) as fake:
-        report = replay(config(fake, trace, timeout_s=60.0, overall_timeout_s=0.5))
+        report = replay(config(fake, trace, timeout_s=60.0, overall_timeout_s=2.0))
     assert report.summary.errors == {"unfinished": 2}
     assert report.summary.unsent == 1
-    assert report.summary.duration_s < 5
+    assert report.summary.duration_s < 30
 
 
 def test_nothing_to_send_is_a_report_too(trace: Path, tmp_path: Path) -> None:
     with serving(Behaviour(), context_tokens=8) as fake:
         report = replay(config(fake, trace))
     content = written(report, tmp_path)
+    assert is_drawn(report, tmp_path)
     assert content["requests"] == []
     assert (content["summary"]["dropped"], content["summary"]["slo_attainment"]) == (5, None)
 
@@ -439,11 +446,8 @@ def test_percentiles_agree_with_the_standard_library() -> None:
     cuts = statistics.quantiles(values, n=100, method="inclusive")
     assert spread is not None
     assert (spread.p50, spread.p90, spread.p99) == pytest.approx((cuts[49], cuts[89], cuts[98]))
-    assert (spread.count, spread.mean, spread.max) == (
-        37,
-        pytest.approx(statistics.fmean(values)),
-        max(values),
-    )
+    assert (spread.count, spread.max) == (37, max(values))
+    assert spread.mean == pytest.approx(statistics.fmean(values))
     assert spread_of([None]) is None
 
 
@@ -502,17 +506,38 @@ def test_the_command_writes_its_report_and_says_so(trace: Path, tmp_path: Path) 
     assert (out / "report.png").stat().st_size > 10_000
 
 
-def test_the_exit_status_tells_how_it_went(trace: Path, tmp_path: Path) -> None:
-    out = ["--out", str(tmp_path / "out")]
+def exit_status(*arguments: str) -> int:
+    try:
+        return main(arguments)
+    except SystemExit as leaving:  # argparse's way
+        return cast(int, leaving.code)
+
+
+def test_when_all_fail_the_exit_status_is_1_and_the_report_is_written(trace: Path, tmp_path: Path) -> None:
     with serving(Behaviour(status=500)) as fake:
-        assert run_tool("--url", fake.url, "--trace", str(trace), *out).returncode == 1
-        assert (tmp_path / "out" / "report.json").exists()
-        assert run_tool("--url", fake.url, "--trace", str(tmp_path / "none.jsonl"), *out).returncode == 2
-        odd = run_tool("--url", fake.url, "--trace", str(trace), "--length-scale", "0.1", *out)
-        assert odd.returncode == 2 and "whole number of tokens" in odd.stderr
-    assert run_tool("--url", "http://127.0.0.1:9/v1", *out).returncode == 1
-    assert run_tool("--url", "x", "--requests", "0", *out).returncode == 2
-    assert run_tool(*out).returncode == 2
+        assert exit_status("--url", fake.url, "--trace", str(trace), "--out", str(tmp_path)) == 1
+    assert json.loads((tmp_path / "report.json").read_text())["summary"]["errors"] == {"http_500": 5}
+    assert exit_status("--url", "http://127.0.0.1:9/v1", "--out", str(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--trace", "/none.jsonl"], "No such file"),
+        (["--length-scale", "0.1"], "whole number of tokens"),
+        (["--length-scale", "1/0"], "--length-scale"),
+        (["--requests", "0"], "at least 1"),
+        (["--speedup", "-1"], "not above 0"),
+        (["--slo-tbt", "nan"], "--slo-tbt"),
+        (["--model", "other"], "no model 'other'"),
+    ],
+)
+def test_wrong_usage_is_said_with_exit_status_2(
+    arguments: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(Behaviour()) as fake:
+        assert exit_status("--url", fake.url, "--out", str(tmp_path), *arguments) == 2
+    assert complaint in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
