@@ -27,7 +27,7 @@ def encode(value: Event | Command) -> dict[str, Any]:
 
 
 def decode(data: dict[str, Any]) -> Event | Command:
-    """The inverse of `encode`. Raises ValueError for an unknown type and for fields that are missing or unknown."""
+    """The inverse of `encode`. Raises ValueError for an unknown type, and for fields missing, unknown or wrong."""
     rest = dict(data)
     kind = _TYPES.get(rest.pop("type", ""))
     if kind is None:
@@ -77,7 +77,13 @@ def _typed(data: Any, hint: Any) -> Any:
         return _fields(data, cast(type, hint))
     if hint is bytes:
         return bytes.fromhex(data)
-    return hint(data) if hint is float or issubclass(hint, Enum) else data
+    if issubclass(hint, Enum):
+        return hint(data)
+    if hint is float and isinstance(data, int):
+        return float(data)
+    if not isinstance(data, hint):
+        raise ValueError(f"{data!r} is no {hint.__name__}")
+    return data
 
 
 def _fields(data: dict[str, Any], kind: type) -> Any:
