@@ -82,7 +82,7 @@ def _typed(data: Any, hint: Any) -> Any:
     if hint is float and isinstance(data, int):
         return float(data)
     if not isinstance(data, hint):
-        raise ValueError(f"{data!r} is no {hint.__name__}")
+        raise TypeError(f"{data!r} is no {hint.__name__}")
     return data
 
 
