@@ -88,7 +88,7 @@ class Conductor:
         self._workers: dict[WorkerId, Worker] = {}
         self._flights: dict[RequestId, Flight] = {}
         self._snapshots_asked_s: dict[NodeId, float] = {}
-        self._wake_s = float("inf")
+        self._wakes_s: list[float] = []  # asked for and not due yet, the next one last
         self._output_tokens = float(config.output_tokens_guess)
         self._ttft_fit = Fit()
         self._counts = {"placed": 0, "retried": 0, "rejected": 0, "finished": 0, "failed": 0, "aborted": 0}
@@ -99,8 +99,7 @@ class Conductor:
         """What to do about `event`, which is known at `now` seconds. Raises nothing but AssertionError, for a bug."""
         assert now >= self._now_s, f"the clock went back from {self._now_s} to {now}"
         self._now_s = now
-        commands = self._handle(event)
-        return [*commands, *self._next_wake()]
+        return [*self._overdue(), *self._handle(event), *self._next_wake()]
 
     def _handle(self, event: Event) -> list[Command]:
         match event:
@@ -128,7 +127,7 @@ class Conductor:
             case WorkerLeft():
                 return self._left(event.worker, f"{event.worker} left: {event.reason}")
             case Timer():
-                return self._timer()
+                return []  # whatever is due was done on the way here
         assert_never(event)
 
     # -- placing
@@ -335,10 +334,10 @@ class Conductor:
         self._snapshots_asked_s[node] = self._now_s
         return [RequestSnapshot(node=node)]
 
-    def _timer(self) -> list[Command]:
+    def _overdue(self) -> list[Command]:
         """Ask again for snapshots that did not come; end attempts that nobody ended."""
-        if self._now_s >= self._wake_s:
-            self._wake_s = float("inf")
+        while self._wakes_s and self._wakes_s[-1] <= self._now_s:
+            self._wakes_s.pop()
         commands: list[Command] = []
         for node, asked_s in list(self._snapshots_asked_s.items()):
             if asked_s + self.config.snapshot_retry_s <= self._now_s:
@@ -359,9 +358,9 @@ class Conductor:
             min(self._snapshots_asked_s.values(), default=float("inf")) + self.config.snapshot_retry_s,
             next((f.placed_s for f in self._flights.values()), float("inf")) + self.config.request_s_max,
         )
-        if due_s >= self._wake_s:
+        if due_s >= min(self._wakes_s[-1:], default=float("inf")):
             return []
-        self._wake_s = due_s
+        self._wakes_s.append(due_s)
         return [WakeAt(at_s=due_s)]
 
     # -- proving and showing
@@ -381,6 +380,7 @@ class Conductor:
             worker.check()
             assert list(worker.queue_us) == queued[worker.id], f"{worker.id}: queue and flights disagree"
             assert list(worker.streams) == streams[worker.id], f"{worker.id}: streams and flights disagree"
+        assert self._wakes_s == sorted(set(self._wakes_s), reverse=True), "a timer was asked for twice"
         placed_s = [flight.placed_s for flight in self._flights.values()]
         assert placed_s == sorted(placed_s), "flights are not in order of placement"
 

@@ -23,7 +23,7 @@ from kvstore.core.blocks import NodeId
 Chance = Callable[[], float]
 Policy = Callable[[View, Arrive, Chance], list[Candidate]]
 
-SHORTLIST = 8
+SHORTLIST = 4
 """Pairs are priced among this many best workers of each role: prices of pairs differ only by their hand-off."""
 
 

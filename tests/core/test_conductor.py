@@ -4,16 +4,19 @@ from itertools import repeat
 
 import pytest
 
-from cluster.core.commands import Command, Place, Reject, RetryAfter
+from cluster.core.commands import Command, Place, Reject, RetryAfter, WakeAt
 from cluster.core.conductor import Conductor
 from cluster.core.cost import FIT_RATIO_MAX, Coefficients, Fit, Link, decode_step_s, fetch_s, prefill_s
 from cluster.core.events import (
     Arrive,
+    BlockStored,
     DecodeStarted,
     Event,
     Finished,
+    NodeSnapshot,
     PrefillFinished,
     PrefillStarted,
+    Timer,
     WorkerJoined,
 )
 from cluster.core.log import decode
@@ -208,6 +211,27 @@ def test_retry_after_is_long_enough() -> None:
     early = only(made.handle(arrive("r", slo=Slo(ttft_s=3.0)), refused.seconds - 0.1))
     assert isinstance(early, RetryAfter)
     assert isinstance(only(made.handle(arrive("r", slo=Slo(ttft_s=3.0)), refused.seconds + 1e-6)), Place)
+
+
+def test_timers_do_not_multiply() -> None:
+    """Two hours of gaps and of requests that nobody ends: a driver never has more than a few timers to keep."""
+    made, timers = conductor(), list[float]()
+    for minute in range(120):
+        now = minute * 60.0
+        for due_s in sorted(due_s for due_s in timers if due_s <= now):
+            timers.remove(due_s)
+            timers += wakes(made.handle(Timer(at_s=due_s), due_s))
+        gap = BlockStored(node=NODE, hashes=(), sequence=2 * minute + 2)
+        snapshot = NodeSnapshot(node=NODE, hashes=(), sequence=2 * minute + 2)
+        for event in (arrive(f"r{minute}"), gap, snapshot):
+            timers += wakes(made.handle(event, now))
+        made.check()
+        assert len(timers) <= 3
+    assert sum(made.snapshot()["inflight"].values()) == 60
+
+
+def wakes(commands: list[Command]) -> list[float]:
+    return [command.at_s for command in commands if isinstance(command, WakeAt)]
 
 
 def test_the_clock_does_not_go_back() -> None:

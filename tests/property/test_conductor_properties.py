@@ -38,7 +38,7 @@ from cluster.core.routing import POLICIES
 from cluster.core.state import Capacity, ConductorConfig, Role, Slo, TenantId
 from kvstore.core.blocks import BlockHash, NodeId, RequestId, WorkerId
 
-CONFIG = ConductorConfig(inflight_max=6, request_s_max=60.0, explained_max=3)
+CONFIG = ConductorConfig(inflight_max=6, request_s_max=30.0, explained_max=3)
 ROLES = {f"{role}-{i}": role for role in Role for i in range(2)}
 CHAIN = tuple(BlockHash(bytes([i]) * 32) for i in range(6))
 
@@ -132,27 +132,29 @@ class Model:
         self.output_tokens = float(CONFIG.output_tokens_guess)
 
     def saw(self, event: Event, now: float, commands: list[Command]) -> None:
-        lost: set[RequestId] = set()
+        lost = {r for r, f in self.flights.items() if f.placed_s + CONFIG.request_s_max <= now}
+        self.forget(lost)
         flight = self.flights.get(getattr(event, "request", RequestId("")))
         match event:
             case Arrive():
                 self.arrived(event, now, commands)
             case WorkerJoined():
                 if event.worker in self.workers and self.workers[event.worker] != event:
-                    lost = self.on(event.worker)
+                    lost |= self.on(event.worker)
                 self.workers[event.worker] = event
             case WorkerLeft():
-                lost = self.on(event.worker)
+                lost |= self.on(event.worker)
                 self.workers.pop(event.worker, None)
-            case Timer():
-                lost = {r for r, f in self.flights.items() if f.placed_s + CONFIG.request_s_max <= now}
             case Aborted():
                 self.flights.pop(event.request, None)
             case _ if flight is not None and getattr(event, "attempt", None) == flight.place.attempt:
                 self.progressed(event, now, flight)
         assert {command.request for command in commands if isinstance(command, Abort)} == lost
+        self.forget(lost - {getattr(event, "request", None)})
+
+    def forget(self, lost: set[RequestId]) -> None:
         for request in lost:
-            del self.flights[request]
+            self.flights.pop(request, None)
 
     def on(self, worker: WorkerId) -> set[RequestId]:
         return {r for r, f in self.flights.items() if worker in (f.prefill, f.place.decode)}
