@@ -28,6 +28,7 @@ from cluster.gateway.openai import (
     CompletionRequest,
     Frontend,
     Reply,
+    VLLMError,
     Whole,
     error_reply,
     validate_json_request,
@@ -226,11 +227,11 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
 
 
 async def _on_failed_parse(request: Request, error: Exception) -> Response:
-    """The validators of vLLM run before the types are checked, and trip over some wrong ones (`"messages": 7`).
+    """The validators of vLLM run before the types are checked; they refuse, or trip over wrong ones (`"messages": 7`).
 
     On the served routes nothing but parsing can raise this far, see `_serve`; elsewhere it is a bug.
     """
-    if request.url.path in ROUTES:
+    if request.url.path in ROUTES and not isinstance(error, VLLMError):
         error = UnservedRequest(f"The body is not valid: {error}")
     return _response(error_reply(error))
 
@@ -254,7 +255,7 @@ def create_app(config: GatewayConfig, backend: Backend) -> FastAPI:
     app.add_middleware(Edge, config=config, metrics=metrics)
     app.add_exception_handler(StarletteHTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
-    for failure in (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+    for failure in (VLLMError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         app.add_exception_handler(failure, _on_failed_parse)
     app.add_exception_handler(Exception, _on_bug)
     _add_openai_routes(app, frontend, config)

@@ -37,7 +37,7 @@ from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 from vllm.entrypoints.serve.exception_handling.handlers.validation import validation_exception_handler
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
-from vllm.exceptions import GenerationError
+from vllm.exceptions import GenerationError, VLLMError
 from vllm.inputs import EngineInput
 from vllm.outputs import RequestOutput
 from vllm.renderers import BaseRenderer, renderer_from_config
@@ -65,6 +65,7 @@ __all__ = [
     "CompletionRequest",
     "Frontend",
     "Reply",
+    "VLLMError",
     "Whole",
     "error_reply",
     "validate_json_request",

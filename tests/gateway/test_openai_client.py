@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -27,7 +26,7 @@ WEATHER_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}
 
 @pytest.fixture
 async def client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
-    http_client = httpx.AsyncClient(trust_env=False)
+    http_client = openai.DefaultAsyncHttpxClient(trust_env=False)
     async with openai.AsyncOpenAI(
         base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http_client
     ) as client:
@@ -66,7 +65,10 @@ async def test_chat_streamed_with_usage(client: openai.AsyncOpenAI) -> None:
 async def test_the_synchronous_client(url: str) -> None:
     def talk() -> tuple[str | None, str, list[str]]:
         with openai.OpenAI(
-            base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=httpx.Client(trust_env=False)
+            base_url=f"{url}/v1",
+            api_key="none",
+            max_retries=0,
+            http_client=openai.DefaultHttpxClient(trust_env=False),
         ) as client:
             whole = client.chat.completions.create(model="tiny", messages=ASK)
             streamed = client.completions.create(model="tiny", prompt="Say it", stream=True, max_tokens=64)
@@ -139,7 +141,9 @@ async def test_tools(client: openai.AsyncOpenAI, backend: ScriptedBackend, tool_
     answer = await client.chat.completions.create(
         model="tiny", messages=ASK, tools=WEATHER, tool_choice=tool_choice
     )
-    (call,) = answer.choices[0].message.tool_calls or ()
+    calls = answer.choices[0].message.tool_calls
+    assert calls is not None
+    (call,) = calls
     assert call.type == "function"
     assert (call.function.name, call.function.arguments.replace(" ", "")) == ("weather", '{"city":"Paris"}')
     assert answer.choices[0].finish_reason == "tool_calls"
