@@ -54,6 +54,10 @@ clean:  ## remove .venv and every cache of this folder (the model cache stays)
 # .venv/runtime and .venv/dev are stamps, touched last. An installation that was cut short may have left half a
 # package that pip takes for a whole one, so .venv/unfinished makes the next try start over (pip's cache has the wheels).
 
+ifneq ($(wildcard .venv/unfinished),)
+.PHONY: .venv/runtime
+endif
+
 .venv/runtime: requirements/cpu.txt pyproject.toml
 	@command -v "$(PYTHON)" >/dev/null || \
 	    { echo "preflight: there is no Python here: install Python 3.11 with venv, or set PYTHON=path." >&2; exit 1; }
