@@ -85,12 +85,15 @@ class ScriptedBackend:
         self.refusal: Exception | None = None
         self.refuse_at_token = 0
         self.not_ready: str | None = None
+        self.bug: Exception | None = None
         self.requests: list[GenerateRequest] = []
         self.live: set[str] = set()
         self.aborted: list[str] = []
         self.abort_seen = asyncio.Event()
 
     def ready(self) -> str | None:
+        if self.bug is not None:
+            raise self.bug
         return self.not_ready
 
     def status(self) -> dict[str, object]:

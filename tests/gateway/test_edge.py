@@ -160,6 +160,13 @@ async def test_not_ready(http: httpx.AsyncClient, backend: ScriptedBackend) -> N
     assert (await http.get("/health")).status_code == 200
 
 
+async def test_a_bug_of_ours_is_not_shown(http: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+    backend.bug = KeyError("secret")
+    assert error_of(await http.post(CHAT, json=ASK), 500)["message"] == "Internal server error"
+    ready = await http.get("/ready")
+    assert (ready.status_code, ready.json()["error"]["message"]) == (500, "Internal server error")
+
+
 async def test_request_ids(http: httpx.AsyncClient, backend: ScriptedBackend) -> None:
     mine = await http.post(CHAT, json=ASK, headers={"X-Request-Id": "mine"})
     assert mine.headers["x-request-id"] == "mine"
