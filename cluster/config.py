@@ -1,0 +1,133 @@
+"""The whole configuration tree: read once from TOML, environment and flags here and nowhere else.
+
+Precedence: flags, then environment (`MOONPOOL_ENGINE__MAX_MODEL_LEN=2048`), then the TOML file, then the defaults
+below, which suit a laptop's CPU. Every process gets its own part, frozen.
+"""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+_ENV_PREFIX = "MOONPOOL_"
+MiB = 2**20
+
+
+class ConfigError(ValueError):
+    """A configuration value is wrong; the message names the key."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class EngineConfig(_Part):
+    """One vLLM engine; prefill and decode engines of a cluster share it, so that they can exchange KV."""
+
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
+    page_tokens: int = Field(32, ge=1, description="the engine's own block size in tokens")
+    max_model_len: int | None = Field(None, ge=2, description="context length; none: the model's own")
+    prefill_chunk_tokens: int = Field(
+        512, ge=32, description="most prompt tokens a prefill engine takes in one step"
+    )
+    decode_batch_max: int = Field(64, ge=1, description="most requests in one decode step")
+    prefill_batch_max: int = Field(8, ge=1, description="most requests in one prefill step")
+    kv_bytes: int = Field(1024 * MiB, ge=16 * MiB, description="each engine's own KV memory (CPU: whole GiB)")
+    threads: int = Field(1, ge=1, description="compute threads of each engine (CPU)")
+    seed: int = 0
+
+
+class PoolConfig(_Part):
+    """The KV node of one machine."""
+
+    block_tokens: int = Field(32, ge=1, description="tokens of a block; a multiple of engine.page_tokens")
+    dram_bytes: int = Field(1024 * MiB, ge=MiB, description="size of the shared-memory arena")
+    handoff_lease_s: float = Field(
+        30.0, gt=0, description="how long prefilled KV waits for its decode engine"
+    )
+    verify: bool = Field(True, description="readers check epoch, name and checksum (off only in tests)")
+
+
+class GatewayConfig(_Part):
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)
+    body_bytes_max: int = Field(16 * MiB, ge=1024)
+    served_model_name: str | None = None
+
+
+class ConductorConfig(_Part):
+    policy: str = "load"
+    inflight_max: int = Field(1024, ge=1, description="requests in the cluster; more are told to retry")
+    record_events: Path | None = Field(
+        None, description="write every event and command here, one JSON a line"
+    )
+
+
+class ClusterConfig(_Part):
+    """Everything `moonpool up` needs."""
+
+    model: str | None = Field(None, description="folder or hub id; none: the default model")
+    prefill: int = Field(1, ge=1, le=64)
+    decode: int = Field(1, ge=1, le=64)
+    engine: EngineConfig = EngineConfig()
+    pool: PoolConfig = PoolConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    conductor: ConductorConfig = ConductorConfig()
+    ready_timeout_s: float = Field(600.0, gt=0, description="how long workers may take to start")
+
+    @model_validator(mode="after")
+    def _blocks_hold_pages(self) -> "ClusterConfig":
+        if self.pool.block_tokens % self.engine.page_tokens:
+            raise ValueError(
+                f"pool.block_tokens {self.pool.block_tokens} is not a multiple of engine.page_tokens "
+                f"{self.engine.page_tokens}"
+            )
+        return self
+
+
+def load_config(
+    path: Path | None = None, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+) -> ClusterConfig:
+    """The tree from `path`, the environment and `flags` (nested as the tree; None means not given).
+
+    Raises ConfigError naming each wrong key and where it came from.
+    """
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            _merge(tree, tomllib.loads(path.read_text()))
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"configuration file {path}: {error}") from error
+    _merge(tree, _from_environment(os.environ if environ is None else environ))
+    _merge(tree, flags or {})
+    try:
+        return ClusterConfig.model_validate(tree)
+    except ValidationError as error:
+        wrong = "; ".join(
+            f"{'.'.join(str(part) for part in problem['loc']) or 'configuration'}: {problem['msg']}"
+            for problem in error.errors()
+        )
+        raise ConfigError(wrong) from error
+
+
+def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            _merge(into.setdefault(key, {}), value)
+        elif value is not None:
+            into[key] = value
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, value in environ.items():
+        if name.startswith(_ENV_PREFIX):
+            *parents, key = name.removeprefix(_ENV_PREFIX).lower().split("__")
+            branch = tree
+            for parent in parents:
+                branch = branch.setdefault(parent, {})
+            branch[key] = value
+    return tree

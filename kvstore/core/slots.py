@@ -1,0 +1,387 @@
+"""The DRAM tier's book-keeping: which slot holds what, who may write it, who may read it.
+
+Pure: no memory is touched here, no clock is read. The node's driver owns the arena and tells this machine what
+happened; the machine says which slots to use. The rules:
+
+1. A slot is FREE, FILLING (one writer), COMMITTED (any number of readers) or DRAINING (given up while its writer
+   may still be in the middle of a copy).
+2. Each use of a slot has an epoch, larger than any before. A reader or writer with an older epoch is too late.
+3. A FILLING or DRAINING slot becomes FREE only when its writer says that it has stopped (`writer_stopped`) or has
+   died (`writer_died`); never by time alone, because no fence stops a memory copy.
+4. Readers hold leases that end by `release` or by time (`expire`). Time is safe for them: a reader verifies epoch
+   and checksum after its copy, so an outlived lease is a miss, never stale bytes.
+5. A block is visible to other requests only when COMMITTED and not private. If two requests fill the same block,
+   the first to commit is kept; the other's copy lives until its own readers are done.
+6. Only COMMITTED slots without leases are victims, in the order of the eviction key. A just-written block counts as
+   just used, so it is not the first victim.
+
+Conservation, checked by `check()`: free + filling + draining + committed = all; leases point at live slots.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvstore.core.blocks import BlockHash, RequestId, WorkerId
+
+
+class SlotState(Enum):
+    FREE = "free"
+    FILLING = "filling"
+    COMMITTED = "committed"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRef:
+    """One use of one slot. `filled` is true when the block was committed at the time of asking."""
+
+    slot: int
+    epoch: int
+    hash: BlockHash
+    filled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NoRoom:
+    """Fewer slots could be freed than were asked for: all others are leased or being written."""
+
+    wanted: int
+    available: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """The caller's epoch is over, or it holds nothing: what it wanted to commit or lease is not there."""
+
+    reason: str
+
+
+@dataclass(slots=True)
+class _Slot:
+    state: SlotState = SlotState.FREE
+    epoch: int = 0
+    hash: BlockHash = BlockHash(b"")
+    private: bool = False
+    writer: WorkerId | None = None
+    request: RequestId | None = None  # the request that fills it
+    leases: int = 0
+
+
+@dataclass(slots=True)
+class _Lease:
+    slots: list[tuple[int, int]]  # (slot, epoch)
+    expires_s: float
+
+
+@dataclass(slots=True)
+class SlotPool:
+    """The slots of one arena; see the module's docstring for the rules.
+
+    Methods that free or store blocks append to `stored` and `removed`; the driver takes them with
+    `take_changes` and publishes them.
+    """
+
+    size: int
+    _slots: list[_Slot] = field(init=False)
+    _free: list[int] = field(init=False)
+    _index: dict[BlockHash, int] = field(init=False, default_factory=dict)
+    _idle: "OrderedDict[int, None]" = field(init=False, default_factory=OrderedDict)  # victims, oldest first
+    _leases: dict[tuple[RequestId, str], _Lease] = field(init=False, default_factory=dict)
+    _filling: dict[RequestId, list[int]] = field(init=False, default_factory=dict)
+    _draining: dict[int, WorkerId] = field(init=False, default_factory=dict)
+    _epoch: int = field(init=False, default=0)
+    _stored: list[BlockHash] = field(init=False, default_factory=list)
+    _removed: list[BlockHash] = field(init=False, default_factory=list)
+    _freed: list[int] = field(init=False, default_factory=list)
+    evictions: int = field(init=False, default=0)
+    leases_expired: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"an arena has at least one slot, not {self.size}")
+        self._slots = [_Slot() for _ in range(self.size)]
+        self._free = list(range(self.size - 1, -1, -1))
+
+    # -- asking -------------------------------------------------------------------------------------------
+
+    def match(self, hashes: Sequence[BlockHash]) -> int:
+        """How many of the chain's first blocks are committed here. Changes nothing."""
+        for count, name in enumerate(hashes):
+            if name not in self._index:
+                return count
+        return len(hashes)
+
+    def committed(self) -> list[BlockHash]:
+        """The visible blocks, oldest commit first."""
+        return list(self._index)
+
+    def counts(self) -> dict[str, int]:
+        """Slots by state, plus leased slots and leases."""
+        found = {state.value: 0 for state in SlotState}
+        for slot in self._slots:
+            found[slot.state.value] += 1
+        found["leased"] = sum(1 for slot in self._slots if slot.leases)
+        found["leases"] = len(self._leases)
+        return found
+
+    def draining(self) -> list[tuple[int, int]]:
+        """(slot, epoch) of given-up slots whose writer has not yet said that it stopped."""
+        return [(number, self._slots[number].epoch) for number in self._draining]
+
+    def holds(self, slot: int, epoch: int) -> bool:
+        """Is (slot, epoch) still the slot's present use?"""
+        return 0 <= slot < self.size and epoch > 0 and self._slots[slot].epoch == epoch
+
+    def unfinished(self, request: RequestId) -> list[tuple[int, int]]:
+        """(slot, epoch) that `request` is filling."""
+        return [(number, self._slots[number].epoch) for number in self._filling.get(request, [])]
+
+    # -- writers ------------------------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        request: RequestId,
+        writer: WorkerId,
+        hashes: Sequence[BlockHash],
+        tail: BlockHash | None,
+        expires_s: float,
+        reuse: bool = True,
+    ) -> list[SlotRef] | NoRoom | Fenced:
+        """Slots for a prompt: its longest committed prefix as it is, the rest and the tail to be filled.
+
+        `writer` gets a lease on all of them until `expires_s`, so that what it will load or has just written stays.
+        Nothing changes when there is no room. A request that is already being filled is refused.
+        """
+        if request in self._filling or (request, writer) in self._leases:
+            return Fenced(f"request {request} already has a reservation")
+        found = self._prefix(hashes) if reuse else []
+        wanted = len(hashes) - len(found) + (tail is not None)
+        kept = {ref.slot for ref in found}
+        available = len(self._free) + sum(1 for number in self._idle if number not in kept)
+        if wanted > available:
+            return NoRoom(wanted=wanted, available=available)
+        self._lease((request, writer), found, expires_s)
+        filling = [self._take(name, writer, request, private=False) for name in hashes[len(found) :]]
+        if tail is not None:
+            filling.append(self._take(tail, writer, request, private=True))
+        self._filling[request] = [ref.slot for ref in filling]
+        self._lease((request, writer), filling, expires_s)
+        return [*found, *filling]
+
+    def commit(self, request: RequestId, writer: WorkerId) -> int | Fenced:
+        """All that `request` was filling is complete: make it visible. Returns the number of blocks committed.
+
+        The caller has checked that each segment is there. A writer that holds no reservation is fenced.
+        """
+        numbers = self._filling.get(request)
+        if numbers is None:
+            return Fenced(f"request {request} is filling nothing")
+        if any(self._slots[number].writer != writer for number in numbers):
+            return Fenced(f"{writer} is not the writer of request {request}")
+        del self._filling[request]
+        for number in numbers:
+            slot = self._slots[number]
+            slot.state = SlotState.COMMITTED
+            slot.writer = slot.request = None
+            if slot.private or slot.hash in self._index:
+                slot.private = True
+            else:
+                self._index[slot.hash] = number
+                self._stored.append(slot.hash)
+            self._settle(number)
+        return len(numbers)
+
+    def abandon(self, request: RequestId, writer: WorkerId, stopped: bool) -> None:
+        """The writer gives up what it was filling. `stopped`: it is certain that it writes no more."""
+        for number in self._filling.pop(request, []):
+            slot = self._slots[number]
+            assert slot.writer == writer, (slot, writer)
+            if stopped:
+                self._discard(number)
+            else:
+                slot.state = SlotState.DRAINING
+                self._draining[number] = writer
+        self.release(request, writer)
+
+    def writer_stopped(self, slot: int, epoch: int) -> None:
+        """The writer of this use of a draining slot says that it has stopped."""
+        if slot in self._draining and self._slots[slot].epoch == epoch:
+            self._discard(slot)
+
+    def writer_died(self, writer: WorkerId) -> None:
+        """The writer's processes are gone: what it was filling is free, its leases are void."""
+        for request in [r for r, numbers in self._filling.items() if self._written_by(numbers, writer)]:
+            self.abandon(request, writer, stopped=True)
+        for number in [n for n, owner in self._draining.items() if owner == writer]:
+            self._discard(number)
+        for request, holder in [key for key in self._leases if key[1] == writer]:
+            self.release(request, holder)
+
+    # -- readers ------------------------------------------------------------------------------------------
+
+    def lease(
+        self, request: RequestId, holder: str, refs: Iterable[tuple[int, int]], expires_s: float
+    ) -> list[SlotRef] | Fenced:
+        """A lease on slots named by (slot, epoch), committed or still being filled (follow read).
+
+        Asking again with the same request and holder renews and extends. Refused whole if one use is over.
+        """
+        found: list[SlotRef] = []
+        for number, epoch in refs:
+            if not self.holds(number, epoch) or self._slots[number].state in (
+                SlotState.FREE,
+                SlotState.DRAINING,
+            ):
+                return Fenced(f"slot {number} epoch {epoch} is no longer held")
+            found.append(self._ref(number))
+        self._lease((request, holder), found, expires_s)
+        return found
+
+    def acquire(
+        self, request: RequestId, holder: str, hashes: Sequence[BlockHash], expires_s: float
+    ) -> list[SlotRef]:
+        """A lease on the longest committed prefix of the chain; empty when nothing is there."""
+        found = self._prefix(hashes)
+        if found:
+            self._lease((request, holder), found, expires_s)
+        return found
+
+    def release(self, request: RequestId, holder: str) -> bool:
+        """The holder needs the slots no more. False if it held nothing (released before, or expired)."""
+        lease = self._leases.pop((request, holder), None)
+        if lease is None:
+            return False
+        for number, epoch in lease.slots:
+            slot = self._slots[number]
+            assert slot.epoch == epoch and slot.leases > 0, (number, epoch, slot)
+            slot.leases -= 1
+            self._settle(number)
+        return True
+
+    def expire(self, now: float) -> list[tuple[RequestId, str]]:
+        """Ends the leases whose time is over, except a writer's on what it still fills. Returns their keys."""
+        over = [
+            key
+            for key, lease in self._leases.items()
+            if lease.expires_s <= now and key[0] not in self._filling
+        ]
+        for request, holder in over:
+            self.release(request, holder)
+        self.leases_expired += len(over)
+        return over
+
+    def drop(self, name: BlockHash) -> bool:
+        """Forgets a committed block (it did not verify, or an operator asked). False if it is not here."""
+        number = self._index.pop(name, None)
+        if number is None:
+            return False
+        self._removed.append(name)
+        self._slots[number].private = True
+        self._settle(number)
+        return True
+
+    def take_changes(self) -> tuple[list[BlockHash], list[BlockHash]]:
+        """(stored, removed) since the last call, each in order. A block may be in both."""
+        changes = (self._stored, self._removed)
+        self._stored, self._removed = [], []
+        return changes
+
+    def take_freed(self) -> list[int]:
+        """Slots whose use ended since the last call (they may be in a new use already; see `holds`)."""
+        freed, self._freed = self._freed, []
+        return freed
+
+    # -- inside -------------------------------------------------------------------------------------------
+
+    def _prefix(self, hashes: Sequence[BlockHash]) -> list[SlotRef]:
+        return [self._ref(self._index[name]) for name in hashes[: self.match(hashes)]]
+
+    def _ref(self, number: int) -> SlotRef:
+        slot = self._slots[number]
+        return SlotRef(number, slot.epoch, slot.hash, filled=slot.state is SlotState.COMMITTED)
+
+    def _lease(self, key: tuple[RequestId, str], refs: Iterable[SlotRef], expires_s: float) -> None:
+        lease = self._leases.setdefault(key, _Lease([], expires_s))
+        lease.expires_s = max(lease.expires_s, expires_s)
+        held = set(lease.slots)
+        for ref in refs:
+            if (ref.slot, ref.epoch) not in held:
+                lease.slots.append((ref.slot, ref.epoch))
+                self._slots[ref.slot].leases += 1
+                self._idle.pop(ref.slot, None)
+
+    def _take(self, name: BlockHash, writer: WorkerId, request: RequestId, private: bool) -> SlotRef:
+        number = self._free.pop() if self._free else self._evict()
+        self._epoch += 1
+        slot = self._slots[number]
+        assert slot.state is SlotState.FREE and slot.leases == 0, slot
+        slot.state, slot.epoch, slot.hash, slot.private = SlotState.FILLING, self._epoch, name, private
+        slot.writer, slot.request = writer, request
+        return SlotRef(number, slot.epoch, name, filled=False)
+
+    def _evict(self) -> int:
+        number = next(iter(self._idle))
+        self.evictions += 1
+        self._discard(number)
+        return self._free.pop()
+
+    def _settle(self, number: int) -> None:
+        """After a change: an unleased committed slot is a victim if visible, free if private."""
+        slot = self._slots[number]
+        if slot.state is not SlotState.COMMITTED or slot.leases:
+            return
+        if slot.private:
+            self._discard(number)
+        else:
+            self._idle[number] = None
+            self._idle.move_to_end(number)
+
+    def _discard(self, number: int) -> None:
+        slot = self._slots[number]
+        if slot.leases:  # a follow reader of a writer that gave up: its lease is void
+            self._void_leases(number)
+        if slot.state is SlotState.COMMITTED and self._index.get(slot.hash) == number:
+            del self._index[slot.hash]
+            self._removed.append(slot.hash)
+        self._idle.pop(number, None)
+        self._draining.pop(number, None)
+        self._epoch += 1
+        self._slots[number] = _Slot(epoch=self._epoch)
+        self._free.append(number)
+        self._freed.append(number)
+
+    def _void_leases(self, number: int) -> None:
+        for lease in self._leases.values():
+            lease.slots = [(n, e) for n, e in lease.slots if n != number]
+        self._slots[number].leases = 0
+
+    def _written_by(self, numbers: list[int], writer: WorkerId) -> bool:
+        return any(self._slots[number].writer == writer for number in numbers)
+
+    def check(self) -> None:
+        """Asserts conservation: each slot in exactly one place, leases counted, index and victims consistent."""
+        leases = [0] * self.size
+        for lease in self._leases.values():
+            for number, epoch in lease.slots:
+                assert self._slots[number].epoch == epoch, f"lease on an old epoch of slot {number}"
+                leases[number] += 1
+        filling = {number for numbers in self._filling.values() for number in numbers}
+        for number, slot in enumerate(self._slots):
+            assert slot.leases == leases[number], (
+                f"slot {number}: {slot.leases} leases, {leases[number]} found"
+            )
+            assert (slot.state is SlotState.FILLING) == (number in filling), f"slot {number} {slot.state}"
+            assert (slot.state is SlotState.DRAINING) == (number in self._draining), (
+                f"slot {number} {slot.state}"
+            )
+            visible = slot.state is SlotState.COMMITTED and not slot.private
+            assert visible == (self._index.get(slot.hash) == number), f"slot {number} is not indexed rightly"
+            assert (number in self._idle) == (visible and not slot.leases), f"slot {number} as a victim"
+            assert slot.state is not SlotState.COMMITTED or visible or slot.leases, f"slot {number} leaked"
+        free = [number for number, slot in enumerate(self._slots) if slot.state is SlotState.FREE]
+        assert sorted(self._free) == free, "the free list differs from the free slots"
+        assert len(self._index) == sum(
+            1 for s in self._slots if s.state is SlotState.COMMITTED and not s.private
+        )

@@ -1,0 +1,501 @@
+"""vLLM's KV connector over the node's arena (vLLM 0.32 `KVConnectorBase_V1`, found by `kv_connector_module_path`).
+
+Scheduler half (`_Scheduler`, in the engine core): reads plans out of `kv_transfer_params` and turns each step into
+page copies. It makes no call to anyone: a call would stall all decoding.
+Worker half (`_Worker`, beside the model): copies pages from the engine to the arena as each layer finishes
+(`save_kv_layer`), and loads planned blocks on a thread of its own while the engine goes on (`_Loader`).
+
+Rules that vLLM 0.32 sets, and where they are kept:
+- Each pending load is reported finished exactly once, also when it failed or its request was aborted: vLLM holds the
+  request's pages until then (`_Loader.take_finished`).
+- Failed pages are reported no later than the pass that reports the request (`take_failed_pages`).
+- After a failed load nothing is matched any more: the request computes what is missing (`_Scheduler.matched`).
+- Slots come from our metadata, never from `attn_metadata`; a layer whose attention did not run is copied in
+  `wait_for_save`.
+- A page is copied once, when it is full or ends the prompt; a segment is sealed with its last page.
+- A writer says that it has stopped (`Arena.stop`) one step after its request ended: the steps that could still copy
+  are over by then, because a worker runs its steps one after another.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.model_executor.models.utils import extract_layer_index
+
+from kvstore.core.blocks import KVLayout
+from kvstore.engine.plan import KVPlan, LoadReport, PlannedBlock
+from kvstore.tiers.dram import Arena, ArenaShape
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_FOLLOW_POLL_S = 0.0003
+
+
+@dataclass(frozen=True, slots=True)
+class PageSave:
+    """Copy engine page `page` into piece `piece` of the block's slot; `seals`: it is the block's last page."""
+
+    page: int
+    block: PlannedBlock
+    piece: int
+    seals: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """Load `blocks` into engine pages; `pages` are in token order, `pieces` per block except perhaps in the last."""
+
+    engine_request: str
+    blocks: tuple[PlannedBlock, ...]
+    pages: tuple[int, ...]
+    deadline_s: float
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
+    """Scheduler half to worker half, one engine step."""
+
+    saves: list[PageSave] = field(default_factory=list)
+    loads: list[LoadJob] = field(default_factory=list)
+    stopped: list[PlannedBlock] = field(default_factory=list)
+
+
+@dataclass
+class LoadReports(KVConnectorWorkerMetadata):  # type: ignore[misc]  # as above
+    """Worker half to scheduler half: how loads ended, by engine request id."""
+
+    reports: dict[str, LoadReport]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "LoadReports":
+        assert isinstance(other, LoadReports)
+        return LoadReports({**self.reports, **other.reports})
+
+
+class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
+    """The seam to vLLM: forwards each hook to the half that this process is."""
+
+    def __init__(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        layout = KVLayout(**extra["layout"])
+        shape = ArenaShape(layout, extra["slots"])
+        self._scheduler = _Scheduler(layout) if role is KVConnectorRole.SCHEDULER else None
+        self._worker = (
+            _Worker(Arena.attach(Path(extra["arena_path"]), shape), verify=extra.get("verify", True))
+            if role is KVConnectorRole.WORKER
+            else None
+        )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A preempted prefill starts again and overwrites nothing that is sealed: no delivery to protect."""
+        return False
+
+    def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
+        return tuple(self._kv_cache_config.transfer_group_ids)
+
+    # -- scheduler half -------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
+        assert self._scheduler is not None
+        return self._scheduler.matched(request.request_id, request.kv_transfer_params, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        assert self._scheduler is not None
+        if num_external_tokens:
+            self._scheduler.allocated(request.request_id, blocks.get_block_ids()[0])
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
+        assert self._scheduler is not None
+        return self._scheduler.step(scheduler_output)
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        assert self._scheduler is not None
+        reports = connector_output.kv_connector_worker_meta
+        if isinstance(reports, LoadReports):
+            self._scheduler.loads_ended(reports.reports)
+
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None
+        return False, self._scheduler.finished(request.request_id)
+
+    # -- worker half ----------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        assert self._worker is not None
+        self._worker.register(kv_caches)
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        assert self._worker is not None
+        self._worker.start(self._step_metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads end before their request is scheduled, so no layer waits."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: "AttentionMetadata", **kwargs: Any
+    ) -> None:
+        assert self._worker is not None
+        self._worker.save_layer(extract_layer_index(layer_name), self._step_metadata().saves)
+
+    def wait_for_save(self) -> None:
+        assert self._worker is not None
+        self._worker.end_step(self._step_metadata())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        assert self._worker is not None
+        return None, self._worker.loader.take_finished() or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        assert self._worker is not None
+        return self._worker.loader.take_failed_pages()
+
+    def build_connector_worker_meta(self) -> LoadReports | None:
+        assert self._worker is not None
+        reports = self._worker.loader.take_reports()
+        return LoadReports(reports) if reports else None
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.loader.stop()
+
+    def _step_metadata(self) -> StepMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        return metadata
+
+
+@dataclass(slots=True)
+class _Saving:
+    """A request whose prompt is being computed and saved: its plan and its engine pages so far."""
+
+    plan: KVPlan
+    pages: list[int]
+    saved_tokens: int
+
+
+class _Scheduler:
+    """The scheduler half: pure book-keeping, one entry per request with a plan."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+        self._loading: dict[str, KVPlan] = {}  # matched, pages not yet given
+        self._load_once: set[str] = set()  # has loaded, or failed to: matches nothing any more
+        self._saving: dict[str, _Saving] = {}
+        self._reports: dict[str, LoadReport] = {}
+        self._jobs: list[LoadJob] = []
+        self._stopped: list[PlannedBlock] = []
+        self._plans: dict[str, KVPlan] = {}
+
+    def matched(self, request: str, params: dict[str, Any] | None, computed: int) -> tuple[int, bool]:
+        """(tokens to load beyond `computed`, asynchronously). May be asked again and again: changes no decision."""
+        plan = self._plans.get(request) or KVPlan.from_params(params)
+        if plan is None:
+            return 0, False
+        self._plans[request] = plan
+        tokens = plan.load_tokens - computed
+        if request in self._load_once or tokens <= 0:
+            return 0, False
+        self._loading[request] = plan
+        return tokens, True
+
+    def allocated(self, request: str, pages: list[int]) -> None:
+        plan = self._loading.pop(request, None)
+        if plan is None:  # the second call for one load, after it ended
+            return
+        self._load_once.add(request)
+        count = -(-plan.load_tokens // self._layout.page_tokens)
+        self._jobs.append(LoadJob(request, plan.load, tuple(pages[:count]), plan.deadline_s))
+
+    def loads_ended(self, reports: dict[str, LoadReport]) -> None:
+        self._reports.update(
+            {request: report for request, report in reports.items() if request in self._plans}
+        )
+
+    def finished(self, request: str) -> dict[str, Any] | None:
+        """The request is over (or aborted): no more copies for it. Returns what its last output carries."""
+        plan = self._plans.pop(request, None)
+        self._loading.pop(request, None)
+        self._load_once.discard(request)
+        self._saving.pop(request, None)
+        if plan is not None:
+            self._stopped.extend(plan.save)
+        report = self._reports.pop(request, None)
+        return report.to_params() if report is not None else None
+
+    def step(self, output: "SchedulerOutput") -> StepMetadata:
+        """What the worker half does in this step."""
+        self._note_pages(output)
+        metadata = StepMetadata(loads=self._jobs, stopped=self._stopped)
+        self._jobs, self._stopped = [], []
+        for request, saving in self._saving.items():
+            scheduled = output.num_scheduled_tokens.get(request, 0)
+            if scheduled:
+                metadata.saves.extend(self._saves(saving, saving.saved_tokens, scheduled))
+        return metadata
+
+    def _note_pages(self, output: "SchedulerOutput") -> None:
+        """Follows the pages that the scheduler gives to requests that save."""
+        for new in output.scheduled_new_reqs:
+            plan = self._plans.get(new.req_id)
+            if plan is not None and plan.save:
+                self._saving[new.req_id] = _Saving(plan, list(new.block_ids[0]), new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        for position, request in enumerate(cached.req_ids):
+            saving = self._saving.get(request)
+            if saving is None:
+                continue
+            pages = cached.new_block_ids[position]
+            if request in cached.resumed_req_ids:
+                saving.pages = []
+            if pages is not None:
+                saving.pages.extend(pages[0])
+            saving.saved_tokens = cached.num_computed_tokens[position]
+
+    def _saves(self, saving: _Saving, computed: int, scheduled: int) -> Iterable[PageSave]:
+        """Pages that this step completes: full ones, and the prompt's last."""
+        layout, plan = self._layout, saving.plan
+        end = min(computed + scheduled, plan.prompt_tokens)
+        last = end // layout.page_tokens if end < plan.prompt_tokens else -(-end // layout.page_tokens)
+        first = computed // layout.page_tokens
+        pages_total = -(-plan.prompt_tokens // layout.page_tokens)
+        for index in range(first, last):
+            block_index, piece = divmod(index, layout.pieces)
+            if block_index < len(plan.load):  # recomputed after a failed load: the pool keeps what it has
+                continue
+            seals = piece == layout.pieces - 1 or index == pages_total - 1
+            yield PageSave(saving.pages[index], plan.save[block_index - len(plan.load)], piece, seals)
+
+
+class _Worker:
+    """The worker half: copies between the engine's pages and the arena."""
+
+    def __init__(self, arena: Arena, verify: bool) -> None:
+        self._arena = arena
+        layout = arena.shape.layout
+        # shape: slots × layers × pieces × page bytes
+        self._slots = torch.from_numpy(arena.payload).view(
+            arena.shape.slots, layout.layers, layout.pieces, -1
+        )
+        self._layers: list[torch.Tensor] = []
+        self._saved: set[int] = set()
+        self.loader = _Loader(arena, self._slots, verify)
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Takes the engine's tensors, one per layer; each page of a layer must be one run of bytes.
+
+        Raises ValueError when they do not have the layout that the arena was made for.
+        """
+        layout = self._arena.shape.layout
+        ordered = sorted(kv_caches.items(), key=lambda item: extract_layer_index(item[0]))
+        if len(ordered) != layout.layers:
+            raise ValueError(f"the engine has {len(ordered)} KV layers, the arena's layout {layout.layers}")
+        self._layers = [_pages(name, tensor, layout) for name, tensor in ordered]
+        self.loader.begin(self._layers)
+
+    def start(self, step: StepMetadata) -> None:
+        for block in step.stopped:
+            self._arena.stop(block.slot, block.epoch)
+        for job in step.loads:
+            self.loader.submit(job)
+
+    def save_layer(self, layer: int, saves: list[PageSave]) -> None:
+        """Copies this step's finished pages of one layer, and seals the segments that are complete."""
+        self._saved.add(layer)
+        pages, arena = self._layers[layer], self._arena
+        for save in saves:
+            block = save.block
+            if (
+                arena.segment_epoch[block.slot, layer] == block.epoch
+                or arena.epoch[block.slot] != block.epoch
+            ):
+                continue  # sealed before a preemption, or the reservation is over
+            self._slots[block.slot, layer, save.piece].copy_(pages[save.page])
+            if save.seals:
+                arena.seal(block.slot, layer, block.epoch, block.hash)
+
+    def end_step(self, step: StepMetadata) -> None:
+        """Layers whose attention did not run through vLLM's hook are copied now."""
+        if step.saves:
+            for layer in set(range(len(self._layers))) - self._saved:
+                self.save_layer(layer, step.saves)
+        self._saved.clear()
+
+
+def _pages(name: str, tensor: torch.Tensor, layout: KVLayout) -> torch.Tensor:
+    """The layer's KV as [pages, page_bytes] uint8, without copying."""
+    page_elements = tensor[0].numel()
+    if not tensor[0].is_contiguous() or tensor.stride(0) != page_elements:
+        raise ValueError(
+            f"KV of {name} is not one run of bytes a page: shape {tensor.shape}, stride {tensor.stride()}"
+        )
+    pages = tensor.view(tensor.shape[0], page_elements).view(torch.uint8)
+    if pages.shape[1] != layout.page_bytes:
+        raise ValueError(
+            f"a page of {name} has {pages.shape[1]} bytes, the arena's layout {layout.page_bytes}"
+        )
+    return pages
+
+
+@dataclass(slots=True)
+class _Active:
+    """A load under way. `done[layer]` counts the blocks of that layer that are in the engine."""
+
+    job: LoadJob
+    done: list[int]
+    started_s: float
+    failed: set[int] = field(default_factory=set)
+    failure: str = ""
+
+    @property
+    def ended(self) -> bool:
+        blocks = len(self.job.blocks)
+        return all(count == blocks for count in self.done)
+
+
+class _Loader:
+    """Loads blocks on a thread of its own, following blocks that are still being written.
+
+    A segment is copied when its writer has sealed it, then verified in the copy's source and its epoch read again.
+    A failed block stays failed; the others are loaded, since vLLM keeps the good ones before the first failure.
+    """
+
+    def __init__(self, arena: Arena, slots: torch.Tensor, verify: bool) -> None:
+        self._arena = arena
+        self._slots = slots
+        self._verify = verify
+        self._layers: list[torch.Tensor] = []
+        self._jobs: queue.Queue[LoadJob | None] = queue.Queue()
+        self._lock = threading.Lock()
+        self._finished: set[str] = set()
+        self._failed_pages: set[int] = set()
+        self._reports: dict[str, LoadReport] = {}
+        self._thread = threading.Thread(target=self._run, name="moonpool-load", daemon=True)
+
+    def begin(self, layers: list[torch.Tensor]) -> None:
+        self._layers = layers
+        self._thread.start()
+
+    def submit(self, job: LoadJob) -> None:
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        self._jobs.put(None)
+
+    def take_finished(self) -> set[str]:
+        with self._lock:
+            finished, self._finished = self._finished, set()
+            return finished
+
+    def take_failed_pages(self) -> set[int]:
+        with self._lock:
+            failed, self._failed_pages = self._failed_pages, set()
+            return failed
+
+    def take_reports(self) -> dict[str, LoadReport]:
+        with self._lock:
+            reports, self._reports = self._reports, {}
+            return reports
+
+    def _run(self) -> None:
+        active: list[_Active] = []
+        while True:
+            try:
+                job = self._jobs.get(timeout=_FOLLOW_POLL_S) if active else self._jobs.get()
+                if job is None:
+                    return
+                active.append(_Active(job, [0] * len(self._layers), time.monotonic()))
+            except queue.Empty:
+                pass
+            for load in active:
+                self._advance(load)
+            for load in [load for load in active if load.ended]:
+                active.remove(load)
+                self._report(load)
+
+    def _advance(self, load: _Active) -> None:
+        """Copies all segments that are ready; past the deadline, or when the writer gave up, the rest fails."""
+        late = time.monotonic() > load.job.deadline_s
+        for layer in range(len(self._layers)):
+            while load.done[layer] < len(load.job.blocks):
+                index = load.done[layer]
+                problem = self._load_segment(load.job, index, layer)
+                if problem == "waiting":
+                    if not late:
+                        break
+                    problem = "came too late"
+                if problem:
+                    load.failed.add(index)
+                    load.failure = f"block {index} {problem}"
+                load.done[layer] += 1
+
+    def _load_segment(self, job: LoadJob, index: int, layer: int) -> str:
+        """Copies one segment into the engine. Returns "", "waiting", or what was wrong."""
+        block, arena = job.blocks[index], self._arena
+        if self._verify and arena.epoch[block.slot] != block.epoch:
+            return "is no longer held by its writer"
+        if self._verify and arena.hash[block.slot].tobytes() != block.hash:
+            return "is another block"
+        if arena.segment_epoch[block.slot, layer] != block.epoch:
+            return "waiting"
+        pieces = self._arena.shape.layout.pieces
+        for piece, page in enumerate(job.pages[index * pieces : (index + 1) * pieces]):
+            self._layers[layer][page].copy_(self._slots[block.slot, layer, piece])
+        if self._verify and not arena.verify(
+            block.slot, layer, block.epoch, block.hash, arena.payload[block.slot, layer]
+        ):
+            return f"layer {layer} does not verify"
+        return ""
+
+    def _report(self, load: _Active) -> None:
+        now = time.monotonic()
+        pieces = self._arena.shape.layout.pieces
+        failed_pages = {
+            page for index in load.failed for page in load.job.pages[index * pieces : (index + 1) * pieces]
+        }
+        loaded = len(load.job.blocks) - len(load.failed)
+        report = LoadReport(
+            blocks=len(load.job.blocks),
+            failed_blocks=len(load.failed),
+            failure=load.failure,
+            kv_bytes=loaded * self._arena.shape.layout.block_bytes,
+            load_s=now - load.started_s,
+            resident_at=now,
+        )
+        if load.failed:
+            logger.warning(
+                "request %s: %d blocks failed: %s", load.job.engine_request, len(load.failed), load.failure
+            )
+        with self._lock:
+            self._finished.add(load.job.engine_request)
+            self._failed_pages |= failed_pages
+            self._reports[load.job.engine_request] = report

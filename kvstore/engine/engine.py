@@ -1,0 +1,146 @@
+"""One vLLM engine beside one KV node: started, attached, counted, closed."""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+import psutil
+from prometheus_client import REGISTRY
+from vllm import SamplingParams
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from kvstore.core.blocks import KVLayout, WorkerId
+from kvstore.engine.fingerprint import model_fingerprint
+from kvstore.engine.launch import Role, engine_args, kv_layout, with_connector
+from kvstore.engine.plan import KVPlan
+from kvstore.engine.settings import WorkerSettings
+from kvstore.tiers.dram import Arena, ArenaShape
+from kvstore.transfer import kv_pb2 as pb
+from kvstore.transfer.kv_pb2_grpc import KVNodeStub
+from kvstore.transfer.messages import layout_message
+from kvstore.transfer.server import OPTIONS
+
+if TYPE_CHECKING:
+    from kvstore.transfer.kv_pb2_grpc import KVNodeAsyncStub
+
+logger = logging.getLogger(__name__)
+
+_HEALTH_POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCounters:
+    """vLLM's own counters since the engine started: prompt tokens by where their KV came from, and waiting work."""
+
+    prompt_tokens_computed: int
+    prompt_tokens_from_own_cache: int
+    prompt_tokens_from_pool: int
+    running: int
+    waiting: int
+    kv_usage: float
+
+
+class Engine:
+    """A running engine. `node` is the stub of the KV node beside it, `arena` this process's view of the arena."""
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        node: "KVNodeAsyncStub",
+        channel: grpc.aio.Channel,
+        arena: Arena,
+        worker_id: WorkerId,
+        fingerprint: str,
+        node_id: str,
+    ) -> None:
+        self._llm = llm
+        self._channel = channel
+        self.node = node
+        self.arena = arena
+        self.worker_id = worker_id
+        self.fingerprint = fingerprint
+        self.node_id = node_id
+
+    @classmethod
+    async def start(cls, settings: WorkerSettings, role: Role) -> "Engine":
+        """Attaches to the node and starts the engine; returns when it can serve."""
+        args = engine_args(settings.model, settings.engine, role)
+        layout = kv_layout(args, settings.pool.block_tokens)
+        channel = grpc.aio.insecure_channel(settings.node_address, options=OPTIONS)
+        node = KVNodeStub(channel)
+        attached = await node.Attach(
+            pb.AttachRequest(worker_id=settings.worker_id, layout=layout_message(layout), pids=[os.getpid()]),
+            wait_for_ready=True,
+        )
+        path, shape = Path(attached.arena_path), ArenaShape(layout, attached.slots)
+        llm = AsyncLLM.from_engine_args(
+            with_connector(args, layout, path, attached.slots, settings.pool.verify)
+        )
+        children = [child.pid for child in psutil.Process().children(recursive=True)]
+        await node.Watch(pb.WatchRequest(worker_id=settings.worker_id, pids=children))
+        fingerprint = model_fingerprint(Path(llm.model_config.model))
+        return cls(
+            llm, node, channel, Arena.attach(path, shape), settings.worker_id, fingerprint, attached.node_id
+        )
+
+    async def until_dead(self) -> None:
+        """Returns when the engine has died (cancel to stop waiting)."""
+        while not self.dead:  # noqa: ASYNC110  # vLLM offers no event for it
+            await asyncio.sleep(_HEALTH_POLL_S)
+
+    @property
+    def layout(self) -> KVLayout:
+        return self.arena.shape.layout
+
+    @property
+    def dtype(self) -> str:
+        return self.layout.dtype
+
+    @property
+    def max_model_len(self) -> int:
+        return int(self._llm.model_config.max_model_len)
+
+    @property
+    def dead(self) -> bool:
+        return bool(self._llm.errored)
+
+    async def generate(
+        self, token_ids: Sequence[int], params: SamplingParams, request_id: str, plan: KVPlan | None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Runs one request; closing the iterator aborts it. `plan` says which KV to load and save."""
+        if plan is not None:
+            params = params.clone()
+            params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": plan.to_params()}
+        async for output in self._llm.generate({"prompt_token_ids": list(token_ids)}, params, request_id):
+            yield output
+
+    def counters(self) -> EngineCounters:
+        samples = {
+            (sample.name, sample.labels.get("source", "")): sample.value
+            for metric in REGISTRY.collect()
+            if metric.name.startswith("vllm:")
+            for sample in metric.samples
+        }
+
+        def value(name: str, source: str = "") -> float:
+            return samples.get((f"vllm:{name}", source), 0.0)
+
+        return EngineCounters(
+            prompt_tokens_computed=int(value("prompt_tokens_by_source_total", "local_compute")),
+            prompt_tokens_from_own_cache=int(value("prompt_tokens_by_source_total", "local_cache_hit")),
+            prompt_tokens_from_pool=int(value("prompt_tokens_by_source_total", "external_kv_transfer")),
+            running=int(value("num_requests_running")),
+            waiting=int(value("num_requests_waiting")),
+            kv_usage=value("kv_cache_usage_perc"),
+        )
+
+    async def close(self) -> None:
+        """Stops the engine's processes."""
+        await asyncio.to_thread(self._llm.shutdown)
+        await self._channel.close()

@@ -1,0 +1,154 @@
+"""Starts a vLLM engine that exchanges KV with the node: its environment, its layout, its arguments.
+
+vLLM's own prefix cache is off on both sides: it bypasses our tenant salt and publishes loaded pages before the last
+slot is rewritten. Prefixes are reused through the pool instead.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from cluster.config import EngineConfig
+from kvstore.core.blocks import KVLayout
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+Role = Literal["prefill", "decode", "alone"]
+_GiB = 2**30
+
+
+def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Environment of a process that will import vLLM and start an engine; set before it starts.
+
+    On a CPU: as many threads as configured and no pinning, so that several engines share the cores fairly; Intel's
+    OpenMP preloaded as vLLM's CPU build wants it. The model runner is chosen, not left to vLLM's default.
+    """
+    environment = {
+        "OMP_NUM_THREADS": str(config.threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": str(-(-config.kv_bytes // _GiB)),
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": inherited.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    openmp = _intel_openmp()
+    if openmp is not None:
+        preload = [str(openmp), *filter(None, inherited.get("LD_PRELOAD", "").split(":"))]
+        environment["LD_PRELOAD"] = ":".join(dict.fromkeys(preload))
+    return environment
+
+
+def offline_environment(model: str) -> dict[str, str]:
+    """A local model folder needs no hub; say so to the libraries that would ask one."""
+    return {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} if Path(model).is_dir() else {}
+
+
+def engine_args(model: str, config: EngineConfig, role: Role) -> "AsyncEngineArgs":
+    """VLLM's arguments for a prefill engine, a decode engine, or one plain engine that does both (`alone`)."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    batch_max = config.prefill_batch_max if role == "prefill" else config.decode_batch_max
+    return AsyncEngineArgs(
+        model=model,
+        dtype=engine_dtype(config),
+        seed=config.seed,
+        block_size=config.page_tokens,
+        max_model_len=config.max_model_len,
+        max_num_seqs=batch_max,
+        max_num_batched_tokens=max(config.prefill_chunk_tokens, batch_max),
+        enable_prefix_caching=False,
+        enforce_eager=True,
+        disable_log_stats=False,
+        # On a CPU the model runs inside the engine core's process: one import of vLLM less to wait for at start, one
+        # hop less a step. `engine_environment` sets the switch that vLLM wants for it.
+        distributed_executor_backend="uni" if current_platform.is_cpu() else None,
+        generation_config="auto",
+    )
+
+
+def engine_dtype(config: EngineConfig) -> str:
+    """The configured dtype; `auto` is the model's own, but float32 on a CPU without bf16 units (5 times faster)."""
+    import torch
+    from vllm.platforms import current_platform
+
+    if config.dtype == "auto" and current_platform.is_cpu() and not torch.cpu._is_avx512_bf16_supported():
+        return "float32"
+    return config.dtype
+
+
+def with_connector(
+    args: "AsyncEngineArgs", layout: KVLayout, arena_path: Path, slots: int, verify: bool
+) -> "AsyncEngineArgs":
+    """The arguments with our connector on the node's arena. Failed loads are recomputed, never failed."""
+    from vllm.config import KVTransferConfig
+
+    args.kv_transfer_config = KVTransferConfig(
+        kv_connector="MoonpoolConnector",
+        kv_connector_module_path="kvstore.engine.connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={
+            "layout": asdict(layout),
+            "arena_path": str(arena_path),
+            "slots": slots,
+            "verify": verify,
+        },
+    )
+    return args
+
+
+def kv_layout(args: "AsyncEngineArgs", block_tokens: int) -> KVLayout:
+    """How an engine with these arguments will hold KV; the connector checks it against the real tensors."""
+    import torch
+    from vllm.config import ParallelConfig
+
+    model: ModelConfig = args.create_model_config()
+    parallel = ParallelConfig(tensor_parallel_size=args.tensor_parallel_size)
+    dtype: Any = model.dtype
+    heads = model.get_num_kv_heads(parallel)
+    page_tokens = args.block_size
+    assert page_tokens is not None
+    return KVLayout(
+        layers=model.get_num_layers(parallel),
+        block_tokens=block_tokens,
+        page_tokens=page_tokens,
+        page_bytes=2
+        * page_tokens
+        * heads
+        * model.get_head_size()
+        * torch.empty((), dtype=dtype).element_size(),
+        dtype=str(dtype).removeprefix("torch."),
+        packing=f"{_packing(dtype, page_tokens, model.get_head_size())}-tp{args.tensor_parallel_size}",
+    )
+
+
+def _packing(dtype: Any, page_tokens: int, head_size: int) -> str:
+    """What fixes the order of bytes in a page: on CPUs vLLM packs by instruction set."""
+    import platform
+
+    import torch
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return str(current_platform.device_type)
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    vectors = "avx512" if torch.cpu._is_avx512_supported() else "avx2"
+    return f"cpu-{platform.machine()}-{vectors}-{_get_attn_isa(dtype, page_tokens, head_size)}"
+
+
+@functools.cache
+def _intel_openmp() -> Path | None:
+    """The libiomp5.so that the package intel-openmp installs beside the interpreter's libraries."""
+    import sys
+
+    found = Path(sys.prefix) / "lib" / "libiomp5.so"
+    return found if found.exists() and importlib.util.find_spec("torch") else None

@@ -1,0 +1,105 @@
+"""What travels to an engine with a request: which arena slots to load, which to fill.
+
+A plan rides in vLLM's `kv_transfer_params`, so it must be JSON-like. It is keyed by our request id, because vLLM
+suffixes its own ids and prefixes the children of n > 1: all children share one plan.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.core.blocks import BlockHash, RequestId
+
+_KEY = "moonpool"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBlock:
+    """One use of one slot, by name: a reader or writer of it must see this epoch and this hash."""
+
+    slot: int
+    epoch: int
+    hash: BlockHash
+
+
+@dataclass(frozen=True, slots=True)
+class KVPlan:
+    """The blocks of one prompt in order: first those to load, then those to fill (one of the two may be empty).
+
+    `load_tokens` is the number of prompt tokens whose KV the loaded blocks hold; `prompt_tokens` the prompt's length.
+    `deadline_s` is in CLOCK_MONOTONIC seconds: a block that is not complete by then counts as failed.
+    """
+
+    request: RequestId
+    load: tuple[PlannedBlock, ...]
+    load_tokens: int
+    save: tuple[PlannedBlock, ...]
+    prompt_tokens: int
+    deadline_s: float
+
+    def to_params(self) -> dict[str, Any]:
+        """The value for `SamplingParams.extra_args["kv_transfer_params"]`."""
+        return {
+            _KEY: {
+                "request": self.request,
+                "load": _pack(self.load),
+                "load_tokens": self.load_tokens,
+                "save": _pack(self.save),
+                "prompt_tokens": self.prompt_tokens,
+                "deadline_s": self.deadline_s,
+            }
+        }
+
+    @classmethod
+    def from_params(cls, params: dict[str, Any] | None) -> "KVPlan | None":
+        """The plan in `params`, or None when the request came without one."""
+        if not params or _KEY not in params:
+            return None
+        fields = params[_KEY]
+        return cls(
+            request=RequestId(fields["request"]),
+            load=_unpack(fields["load"]),
+            load_tokens=fields["load_tokens"],
+            save=_unpack(fields["save"]),
+            prompt_tokens=fields["prompt_tokens"],
+            deadline_s=fields["deadline_s"],
+        )
+
+
+def _pack(blocks: Sequence[PlannedBlock]) -> list[list[Any]]:
+    return [[block.slot, block.epoch, block.hash.hex()] for block in blocks]
+
+
+def _unpack(rows: list[list[Any]]) -> tuple[PlannedBlock, ...]:
+    return tuple(PlannedBlock(slot, epoch, BlockHash(bytes.fromhex(name))) for slot, epoch, name in rows)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """How one load ended; travels back in the request's last output."""
+
+    blocks: int
+    failed_blocks: int
+    failure: str
+    kv_bytes: int
+    load_s: float
+    resident_at: float
+    """CLOCK_MONOTONIC seconds when the last segment was in the engine."""
+
+    def to_params(self) -> dict[str, Any]:
+        return {
+            _KEY: {
+                "blocks": self.blocks,
+                "failed_blocks": self.failed_blocks,
+                "failure": self.failure,
+                "kv_bytes": self.kv_bytes,
+                "load_s": self.load_s,
+                "resident_at": self.resident_at,
+            }
+        }
+
+    @classmethod
+    def from_params(cls, params: dict[str, Any] | None) -> "LoadReport | None":
+        if not params or _KEY not in params or "blocks" not in params[_KEY]:
+            return None
+        return cls(**params[_KEY])
