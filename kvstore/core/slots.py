@@ -12,8 +12,9 @@ happened; the machine says which slots to use. The rules:
    and checksum after its copy, so an outlived lease is a miss, never stale bytes.
 5. A block is visible to other requests only when COMMITTED and not private. If two requests fill the same block,
    the first to commit is kept; the other's copy lives until its own readers are done.
-6. Only COMMITTED slots without leases are victims, in the order of the eviction key. A just-written block counts as
-   just used, so it is not the first victim.
+6. Only COMMITTED slots without leases are victims, least recently used first. A just-written block counts as just
+   used, so it is not the first victim; and of blocks released together the deepest in the chain goes first, because
+   without its first block the rest of a chain cannot be found.
 
 Conservation, checked by `check()`: free + filling + draining + committed = all; leases point at live slots.
 """
@@ -65,8 +66,15 @@ class _Slot:
     hash: BlockHash = BlockHash(b"")
     private: bool = False
     writer: WorkerId | None = None
-    request: RequestId | None = None  # the request that fills it
     leases: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Filling:
+    """What one request is filling; `slots` is empty where everything was cached."""
+
+    writer: WorkerId
+    slots: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -89,7 +97,7 @@ class SlotPool:
     _index: dict[BlockHash, int] = field(init=False, default_factory=dict)
     _idle: "OrderedDict[int, None]" = field(init=False, default_factory=OrderedDict)  # victims, oldest first
     _leases: dict[tuple[RequestId, str], _Lease] = field(init=False, default_factory=dict)
-    _filling: dict[RequestId, list[int]] = field(init=False, default_factory=dict)
+    _filling: dict[RequestId, _Filling] = field(init=False, default_factory=dict)
     _draining: dict[int, WorkerId] = field(init=False, default_factory=dict)
     _epoch: int = field(init=False, default=0)
     _stored: list[BlockHash] = field(init=False, default_factory=list)
@@ -136,7 +144,8 @@ class SlotPool:
 
     def unfinished(self, request: RequestId) -> list[tuple[int, int]]:
         """(slot, epoch) that `request` is filling."""
-        return [(number, self._slots[number].epoch) for number in self._filling.get(request, [])]
+        filling = self._filling.get(request)
+        return [(number, self._slots[number].epoch) for number in filling.slots] if filling else []
 
     # -- writers ------------------------------------------------------------------------------------------
 
@@ -163,10 +172,10 @@ class SlotPool:
         if wanted > available:
             return NoRoom(wanted=wanted, available=available)
         self._lease((request, writer), found, expires_s)
-        filling = [self._take(name, writer, request, private=False) for name in hashes[len(found) :]]
+        filling = [self._take(name, writer, private=False) for name in hashes[len(found) :]]
         if tail is not None:
-            filling.append(self._take(tail, writer, request, private=True))
-        self._filling[request] = [ref.slot for ref in filling]
+            filling.append(self._take(tail, writer, private=True))
+        self._filling[request] = _Filling(writer, tuple(ref.slot for ref in filling))
         self._lease((request, writer), filling, expires_s)
         return [*found, *filling]
 
@@ -175,35 +184,41 @@ class SlotPool:
 
         The caller has checked that each segment is there. A writer that holds no reservation is fenced.
         """
-        numbers = self._filling.get(request)
-        if numbers is None:
+        filling = self._filling.get(request)
+        if filling is None:
             return Fenced(f"request {request} is filling nothing")
-        if any(self._slots[number].writer != writer for number in numbers):
+        if filling.writer != writer:
             return Fenced(f"{writer} is not the writer of request {request}")
         del self._filling[request]
-        for number in numbers:
+        for number in filling.slots:
             slot = self._slots[number]
             slot.state = SlotState.COMMITTED
-            slot.writer = slot.request = None
+            slot.writer = None
             if slot.private or slot.hash in self._index:
                 slot.private = True
             else:
                 self._index[slot.hash] = number
                 self._stored.append(slot.hash)
             self._settle(number)
-        return len(numbers)
+        return len(filling.slots)
 
-    def abandon(self, request: RequestId, writer: WorkerId, stopped: bool) -> None:
-        """The writer gives up what it was filling. `stopped`: it is certain that it writes no more."""
-        for number in self._filling.pop(request, []):
-            slot = self._slots[number]
-            assert slot.writer == writer, (slot, writer)
+    def abandon(self, request: RequestId, writer: WorkerId, stopped: bool) -> None | Fenced:
+        """The writer gives up what it was filling (nothing, perhaps) and its lease.
+
+        `stopped`: it is certain that it writes no more. Another's reservation is not for it to give up.
+        """
+        filling = self._filling.get(request)
+        if filling is not None and filling.writer != writer:
+            return Fenced(f"{writer} is not the writer of request {request}")
+        for number in filling.slots if filling else ():
             if stopped:
                 self._discard(number)
             else:
-                slot.state = SlotState.DRAINING
+                self._slots[number].state = SlotState.DRAINING
                 self._draining[number] = writer
+        self._filling.pop(request, None)
         self.release(request, writer)
+        return None
 
     def writer_stopped(self, slot: int, epoch: int) -> None:
         """The writer of this use of a draining slot says that it has stopped."""
@@ -212,7 +227,7 @@ class SlotPool:
 
     def writer_died(self, writer: WorkerId) -> None:
         """The writer's processes are gone: what it was filling is free, its leases are void."""
-        for request in [r for r, numbers in self._filling.items() if self._written_by(numbers, writer)]:
+        for request in [r for r, filling in self._filling.items() if filling.writer == writer]:
             self.abandon(request, writer, stopped=True)
         for number in [n for n, owner in self._draining.items() if owner == writer]:
             self._discard(number)
@@ -253,7 +268,7 @@ class SlotPool:
         lease = self._leases.pop((request, holder), None)
         if lease is None:
             return False
-        for number, epoch in lease.slots:
+        for number, epoch in reversed(lease.slots):  # rule 6: the end of a chain is the first victim
             slot = self._slots[number]
             assert slot.epoch == epoch and slot.leases > 0, (number, epoch, slot)
             slot.leases -= 1
@@ -263,9 +278,9 @@ class SlotPool:
     def expire(self, now: float) -> list[tuple[RequestId, str]]:
         """Ends the leases whose time is over, except a writer's on what it still fills. Returns their keys."""
         over = [
-            key
-            for key, lease in self._leases.items()
-            if lease.expires_s <= now and key[0] not in self._filling
+            (request, holder)
+            for (request, holder), lease in self._leases.items()
+            if lease.expires_s <= now and not self._fills(request, holder)
         ]
         for request, holder in over:
             self.release(request, holder)
@@ -312,13 +327,13 @@ class SlotPool:
                 self._slots[ref.slot].leases += 1
                 self._idle.pop(ref.slot, None)
 
-    def _take(self, name: BlockHash, writer: WorkerId, request: RequestId, private: bool) -> SlotRef:
+    def _take(self, name: BlockHash, writer: WorkerId, private: bool) -> SlotRef:
         number = self._free.pop() if self._free else self._evict()
         self._epoch += 1
         slot = self._slots[number]
         assert slot.state is SlotState.FREE and slot.leases == 0, slot
         slot.state, slot.epoch, slot.hash, slot.private = SlotState.FILLING, self._epoch, name, private
-        slot.writer, slot.request = writer, request
+        slot.writer = writer
         return SlotRef(number, slot.epoch, name, filled=False)
 
     def _evict(self) -> int:
@@ -357,8 +372,9 @@ class SlotPool:
             lease.slots = [(n, e) for n, e in lease.slots if n != number]
         self._slots[number].leases = 0
 
-    def _written_by(self, numbers: list[int], writer: WorkerId) -> bool:
-        return any(self._slots[number].writer == writer for number in numbers)
+    def _fills(self, request: RequestId, holder: str) -> bool:
+        filling = self._filling.get(request)
+        return filling is not None and filling.writer == holder
 
     def check(self) -> None:
         """Asserts conservation: each slot in exactly one place, leases counted, index and victims consistent."""
@@ -367,7 +383,11 @@ class SlotPool:
             for number, epoch in lease.slots:
                 assert self._slots[number].epoch == epoch, f"lease on an old epoch of slot {number}"
                 leases[number] += 1
-        filling = {number for numbers in self._filling.values() for number in numbers}
+        filling = {number for one in self._filling.values() for number in one.slots}
+        for request, one in self._filling.items():
+            assert all(self._slots[number].writer == one.writer for number in one.slots), (
+                f"{request}'s writer"
+            )
         for number, slot in enumerate(self._slots):
             assert slot.leases == leases[number], (
                 f"slot {number}: {slot.leases} leases, {leases[number]} found"
