@@ -58,7 +58,7 @@ class GatewayConfig(_Part):
     served_model_name: str | None = None
 
 
-class ConductorConfig(_Part):
+class SchedulingConfig(_Part):
     policy: str = "load"
     inflight_max: int = Field(1024, ge=1, description="requests in the cluster; more are told to retry")
     record_events: Path | None = Field(
@@ -75,7 +75,7 @@ class ClusterConfig(_Part):
     engine: EngineConfig = EngineConfig()
     pool: PoolConfig = PoolConfig()
     gateway: GatewayConfig = GatewayConfig()
-    conductor: ConductorConfig = ConductorConfig()
+    scheduling: SchedulingConfig = SchedulingConfig()
     ready_timeout_s: float = Field(600.0, gt=0, description="how long workers may take to start")
 
     @model_validator(mode="after")

@@ -36,6 +36,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvstore.core.blocks import KVLayout
+from kvstore.engine.orphan import exit_with_parent
 from kvstore.engine.plan import KVPlan, LoadReport, PlannedBlock
 from kvstore.tiers.dram import Arena, ArenaShape
 
@@ -101,6 +102,8 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        if role is KVConnectorRole.SCHEDULER:  # once in each engine core
+            exit_with_parent()
         extra = self._kv_transfer_config.kv_connector_extra_config
         layout = KVLayout(**extra["layout"])
         shape = ArenaShape(layout, extra["slots"])

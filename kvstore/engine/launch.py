@@ -45,11 +45,6 @@ def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> di
     return environment
 
 
-def offline_environment(model: str) -> dict[str, str]:
-    """A local model folder needs no hub; say so to the libraries that would ask one."""
-    return {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} if Path(model).is_dir() else {}
-
-
 def engine_args(model: str, config: EngineConfig, role: Role) -> "AsyncEngineArgs":
     """VLLM's arguments for a prefill engine, a decode engine, or one plain engine that does both (`alone`)."""
     from vllm.engine.arg_utils import AsyncEngineArgs

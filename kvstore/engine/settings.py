@@ -8,7 +8,9 @@ from kvstore.core.blocks import WorkerId
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """`address` is where the worker listens, `node_address` where the KV node beside it does."""
+    """`address` is where the worker listens, `node_address` where the KV node beside it does, `redis_url` and
+    `cluster` where it announces itself.
+    """
 
     worker_id: WorkerId
     model: str
@@ -16,3 +18,5 @@ class WorkerSettings:
     pool: PoolConfig
     address: str
     node_address: str
+    redis_url: str
+    cluster: str

