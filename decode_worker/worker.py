@@ -40,7 +40,7 @@ class DecodeWorker(DecodeWorkerServicer):
         self._engine = engine
         self._requests = 0
         self._failed_loads = 0
-        self._unplanned_tokens = 0
+        self._computed_prompt_tokens = 0
 
     async def Decode(self, request: pb.DecodeRequest, context: Context) -> AsyncIterator[pb.DecodeReply]:
         try:
@@ -54,7 +54,8 @@ class DecodeWorker(DecodeWorkerServicer):
             await self._follow(slots, deadline_s)
             plan = self._plan(request, slots, deadline_s)
             self._requests += 1
-            self._unplanned_tokens += len(request.token_ids) - (plan.load_tokens if plan else 0)
+            if plan is None:
+                self._computed_prompt_tokens += len(request.token_ids)
             seen: set[int] = set()
             async for output in self._engine.generate(request.token_ids, params, request.request_id, plan):
                 seen.update(one.index for one in output.outputs)
@@ -73,7 +74,7 @@ class DecodeWorker(DecodeWorkerServicer):
             **asdict(self._engine.counters()),
             "requests": self._requests,
             "failed_loads": self._failed_loads,
-            "unplanned_prompt_tokens": self._unplanned_tokens,
+            "computed_prompt_tokens": self._computed_prompt_tokens,
             "dead": self._engine.dead,
         }
         return pb.StatusReply(status_json=json.dumps(status))
@@ -127,12 +128,13 @@ class DecodeWorker(DecodeWorkerServicer):
         report = LoadReport.from_params(output.kv_transfer_params)
         if report is not None:
             self._failed_loads += report.failed_blocks
+            self._computed_prompt_tokens += report.computed_tokens
             loaded_blocks = report.blocks - report.failed_blocks
             external = min(len(request.token_ids), loaded_blocks * self._engine.layout.block_tokens)
             reply.loaded.MergeFrom(
                 pb.Loaded(
                     external_tokens=external,
-                    computed_tokens=max(1, len(request.token_ids) - external),
+                    computed_tokens=report.computed_tokens,
                     kv_bytes=report.kv_bytes,
                     load_s=report.load_s,
                     resident_at=report.resident_at,

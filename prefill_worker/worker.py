@@ -119,16 +119,16 @@ class PrefillWorker(PrefillWorkerServicer):
         self, request: pb.PrefillRequest, slots: list[kv.Slot], output: RequestOutput, started: float
     ) -> pb.Done:
         report = LoadReport.from_params(output.kv_transfer_params)
-        failed = report.failed_blocks if report is not None else 0
-        self._failed_loads += failed
-        cached = 0 if report is None else (report.blocks - failed) * self._engine.layout.block_tokens
+        assert report is not None, "a planned request ends with a report"
+        self._failed_loads += report.failed_blocks
+        cached = len(request.token_ids) - report.computed_tokens
         filled = sum(not slot.filled for slot in slots)
         return pb.Done(
             prefill_s=time.monotonic() - started,
             cached_tokens=cached,
-            computed_tokens=len(request.token_ids) - cached,
+            computed_tokens=report.computed_tokens,
             kv_bytes=filled * self._engine.layout.block_bytes,
-            failed_blocks=failed,
+            failed_blocks=report.failed_blocks,
         )
 
     async def _abandon(self, request_id: str, stopped: bool) -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import psutil
@@ -92,7 +92,7 @@ class LocalCluster:
     def model_name(self) -> str:
         return self.config.gateway.served_model_name or Path(self.model).name
 
-    def __enter__(self) -> "LocalCluster":
+    def __enter__(self) -> Self:
         try:
             self.start()
         except BaseException:

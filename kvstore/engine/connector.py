@@ -22,7 +22,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FOLLOW_POLL_S = 0.0003
+_NOTHING_LOADED = LoadReport(blocks=0, failed_blocks=0, failure="", kv_bytes=0, load_s=0.0, resident_at=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +219,7 @@ class _Scheduler:
         self._jobs: list[LoadJob] = []
         self._stopped: list[PlannedBlock] = []
         self._plans: dict[str, KVPlan] = {}
+        self._computed: dict[str, int] = {}  # prompt tokens scheduled for computing, by request
 
     def matched(self, request: str, params: dict[str, Any] | None, computed: int) -> tuple[int, bool]:
         """(tokens to load beyond `computed`, asynchronously). May be asked again and again: changes no decision."""
@@ -252,8 +254,9 @@ class _Scheduler:
         self._saving.pop(request, None)
         if plan is not None:
             self._stopped.extend(plan.save)
-        report = self._reports.pop(request, None)
-        return report.to_params() if report is not None else None
+        report = self._reports.pop(request, _NOTHING_LOADED)
+        computed = self._computed.pop(request, 0)
+        return replace(report, computed_tokens=computed).to_params() if plan is not None else None
 
     def step(self, output: "SchedulerOutput") -> StepMetadata:
         """What the worker half does in this step."""
@@ -270,10 +273,14 @@ class _Scheduler:
         """Follows the pages that the scheduler gives to requests that save."""
         for new in output.scheduled_new_reqs:
             plan = self._plans.get(new.req_id)
-            if plan is not None and plan.save:
+            if plan is None:
+                continue
+            self._count_computed(new.req_id, new.num_computed_tokens, output)
+            if plan.save:
                 self._saving[new.req_id] = _Saving(plan, list(new.block_ids[0]), new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         for position, request in enumerate(cached.req_ids):
+            self._count_computed(request, cached.num_computed_tokens[position], output)
             saving = self._saving.get(request)
             if saving is None:
                 continue
@@ -283,6 +290,12 @@ class _Scheduler:
             if pages is not None:
                 saving.pages.extend(pages[0])
             saving.saved_tokens = cached.num_computed_tokens[position]
+
+    def _count_computed(self, request: str, before: int, output: "SchedulerOutput") -> None:
+        plan = self._plans.get(request)
+        if plan is not None and before < plan.prompt_tokens:
+            end = min(before + output.num_scheduled_tokens.get(request, 0), plan.prompt_tokens)
+            self._computed[request] = self._computed.get(request, 0) + end - before
 
     def _saves(self, saving: _Saving, computed: int, scheduled: int) -> Iterable[PageSave]:
         """Pages that this step completes: full ones, and the prompt's last."""

@@ -5,7 +5,7 @@ suffixes its own ids and prefixes the children of n > 1: all children share one 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvstore.core.blocks import BlockHash, RequestId
@@ -76,7 +76,11 @@ def _unpack(rows: list[list[Any]]) -> tuple[PlannedBlock, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """How one load ended; travels back in the request's last output."""
+    """How one load ended; travels back in the request's last output.
+
+    `computed_tokens` is the number of prompt tokens that the engine's scheduler had computed there (1 when all KV came
+    from the pool: the last one is always computed anew). Failed blocks are computed, not failed.
+    """
 
     blocks: int
     failed_blocks: int
@@ -85,18 +89,10 @@ class LoadReport:
     load_s: float
     resident_at: float
     """CLOCK_MONOTONIC seconds when the last segment was in the engine."""
+    computed_tokens: int = 0
 
     def to_params(self) -> dict[str, Any]:
-        return {
-            _KEY: {
-                "blocks": self.blocks,
-                "failed_blocks": self.failed_blocks,
-                "failure": self.failure,
-                "kv_bytes": self.kv_bytes,
-                "load_s": self.load_s,
-                "resident_at": self.resident_at,
-            }
-        }
+        return {_KEY: asdict(self)}
 
     @classmethod
     def from_params(cls, params: dict[str, Any] | None) -> "LoadReport | None":
