@@ -4,7 +4,7 @@ A block is the KV of `block_tokens` consecutive prompt tokens in all layers. It 
 that determines its contents, so that two nodes, or two runs a week apart, agree on the name without
 talking, and so that nothing else can ever be served under it:
 
-    root   = H("moonpool-root-1",  model, dtype, block_tokens, precision, tenant_salt)
+    root   = H("moonpool-root-1",  model, dtype, precision, tenant_salt, block_tokens)
     hash_0 = H("moonpool-block-1", root,       token ids of block 0)
     hash_i = H("moonpool-block-1", hash_{i-1}, token ids of block i)
 
@@ -61,13 +61,13 @@ class ChainRoot:
 def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     """The name of the block that holds `token_ids` after the chain that ends in `parent`.
 
-    Raises ValueError for a token id outside u32 (negative ids mark padding in some tokenisers).
+    Raises ValueError for a token id that is no u32 (negative ids mark padding in some tokenisers).
     """
     try:
         encoded = struct.pack(f"<{len(token_ids)}I", *token_ids)
     except struct.error:
-        bad = next(t for t in token_ids if not 0 <= t <= _TOKEN_ID_MAX)
-        raise ValueError(f"token id {bad} is not in 0..2^32-1") from None
+        bad = next(t for t in token_ids if not isinstance(t, int) or not 0 <= t <= _TOKEN_ID_MAX)
+        raise ValueError(f"token id {bad!r} is not an integer in 0..2^32-1") from None
     hasher = blake3(b"moonpool-block-1")
     hasher.update(parent)
     hasher.update(encoded)
