@@ -15,8 +15,10 @@ failed segment is recomputed. (`multiprocessing.SharedMemory` is not used: its r
 under other processes that still map it.)
 """
 
+import fcntl
 import mmap
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,9 +92,13 @@ class Arena:
 
     @classmethod
     def create(cls, path: Path, shape: ArenaShape) -> "Arena":
-        """A new arena file, readable by this user only. Raises OSError naming the size if it does not fit."""
+        """A new arena file, readable by this user only. Raises OSError naming the size if it does not fit.
+
+        The file is locked for as long as this process maps it (see `remove_dead`).
+        """
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.posix_fallocate(descriptor, 0, shape.file_bytes)
             memory = mmap.mmap(descriptor, shape.file_bytes)
         except OSError as error:
@@ -117,6 +123,14 @@ class Arena:
             return cls(path, shape, mmap.mmap(descriptor, size))
         finally:
             os.close(descriptor)
+
+    @staticmethod
+    def remove_dead(folder: Path, prefix: str) -> None:
+        """Removes the arenas in `folder` whose node was killed: their memory is lost to the machine until then."""
+        for path in [path for path in folder.iterdir() if path.name.startswith(prefix)]:
+            with suppress(OSError), path.open("rb") as file:  # locked by its living node, or another user's
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
 
     def unlink(self) -> None:
         """Removes the name; mappings stay valid until their processes end."""
@@ -156,8 +170,9 @@ class Arena:
         self.segment_epoch[slot, layer] = epoch
 
     def stop(self, slot: int, epoch: int) -> None:
-        """The writer of this use will write no more."""
-        self.stopped[slot] = epoch
+        """The writer of this use will write no more. A late word about an old use never hides that of a newer one."""
+        if self.stopped[slot] < epoch:
+            self.stopped[slot] = epoch
 
     # -- the reader's words ---------------------------------------------------------------------------------
 
