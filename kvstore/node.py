@@ -3,14 +3,18 @@
 This is the driver of `kvstore.core.slots`: it gives that pure machine the time, executes what it decides on the
 arena's words, watches workers' processes (a pidfd becomes readable when its process ends) and publishes what is
 stored and removed. Control only: KV bytes go straight between an engine and the arena.
+
+Only a worker with a living process may reserve: time never frees what a writer holds, so its end must be seen. A
+caller whose Reserve was cancelled or timed out cannot know whether it holds slots, and must Abandon.
 """
 
 import asyncio
 import logging
 import os
+import select
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _SWEEP_S = 0.05
 _SUBSCRIBER_BACKLOG_MAX = 10_000
+_LEASE_S_MAX = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,21 @@ class NodeConfig:
     arena_dir: Path = Path("/dev/shm")
 
 
+@dataclass(eq=False, slots=True)
+class _Life:
+    """A worker from its start to its end. A restarted worker is another writer under the same name: what its former
+    processes may still write is not freed by the word, or for the sake, of the new ones.
+    """
+
+    worker: WorkerId
+    writer: WorkerId
+    """Its name in the pool: unique, so that an old life can be told from a new one."""
+    attached: set[int] = field(default_factory=set)
+    """pidfds of the processes that attached, which speak for the worker."""
+    watched: dict[int, int] = field(default_factory=dict)
+    """pid by pidfd, of all its processes that have not ended."""
+
+
 class KVNode(KVNodeServicer):
     """The service; `serve` runs it. All methods run on one event loop, so the pool needs no lock."""
 
@@ -49,7 +69,9 @@ class KVNode(KVNodeServicer):
         self._now = now
         self._arena: Arena | None = None
         self._pool: SlotPool | None = None
-        self._pidfds: dict[int, tuple[WorkerId, int]] = {}  # fd -> (worker, pid)
+        self._lives: dict[WorkerId, _Life] = {}  # the present life of each worker
+        self._watched: dict[int, _Life] = {}  # by pidfd; former lives too, while a process of theirs lives
+        self._lives_started = 0
         self._sequence = 0
         self._subscribers: set[asyncio.Queue[pb.BlockEvents]] = set()
         self._dropped = 0
@@ -62,18 +84,18 @@ class KVNode(KVNodeServicer):
         def add(server: grpc.aio.Server) -> None:
             add_KVNodeServicer_to_server(self, server)
 
-        async with serving(self._config.address, add):
-            started()
-            try:
+        try:
+            async with serving(self._config.address, add):
+                started()
                 while True:
                     await asyncio.sleep(_SWEEP_S)
                     self._sweep()
-            finally:
-                self.close()
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Forgets the arena's name and the watched processes. Idempotent."""
-        for descriptor in list(self._pidfds):
+        for descriptor in list(self._watched):
             self._unwatch(descriptor)
         if self._arena is not None:
             self._arena.unlink()
@@ -85,69 +107,131 @@ class KVNode(KVNodeServicer):
             layout = layout_from(request.layout)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"worker {request.worker_id}: {error}")
-        if self._arena is None:
-            self._open(layout)
-        assert self._arena is not None
-        mine = self._arena.shape.layout
+        try:
+            arena = self._arena or self._open(layout)
+        except (OSError, ValueError) as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        mine = arena.shape.layout
         if layout != mine:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"worker {request.worker_id} has KV layout {layout}, this node's arena has {mine}: "
                 "prefill and decode engines on one node must share model, dtype, block size and parallelism",
             )
-        self._watch(WorkerId(request.worker_id), request.pids)
+        await self._join(WorkerId(request.worker_id), request.pids, context)
         return pb.AttachReply(
-            arena_path=str(self._arena.path), slots=self._arena.shape.slots, node_id=self._config.node_id
+            arena_path=str(arena.path), slots=arena.shape.slots, node_id=self._config.node_id
         )
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> pb.Empty:
-        self._watch(WorkerId(request.worker_id), request.pids)
+        life = await self._life(request.worker_id, context)
+        self._watch(life, await self._open_pidfds(request.pids, context))
         return pb.Empty()
 
-    def _open(self, layout: KVLayout) -> None:
+    def _open(self, layout: KVLayout) -> Arena:
+        """Raises OSError or ValueError when there is no memory for it."""
         shape = ArenaShape.fitting(layout, self._config.dram_bytes)
-        path = self._config.arena_dir / f"moonpool-{self._config.node_id}-{os.getpid()}"
-        self._arena = Arena.create(path, shape)
+        prefix = f"moonpool-{self._config.node_id}-"
+        Arena.remove_dead(self._config.arena_dir, prefix)
+        self._arena = Arena.create(self._config.arena_dir / f"{prefix}{os.getpid()}", shape)
         self._pool = SlotPool(shape.slots)
-        logger.info("arena %s: %d slots of %d bytes", path, shape.slots, layout.block_bytes)
+        logger.info("arena %s: %d slots of %d bytes", self._arena.path, shape.slots, layout.block_bytes)
+        return self._arena
 
-    def _watch(self, worker: WorkerId, pids: Sequence[int]) -> None:
-        """The worker's slots are freed when all its watched processes are gone."""
-        loop = asyncio.get_running_loop()
-        watched = {pid for owner, pid in self._pidfds.values() if owner == worker}
-        for pid in set(pids) - watched:
+    async def _join(self, worker: WorkerId, pids: Sequence[int], context: Context) -> None:
+        """A new life of the worker, unless the caller belongs to the present one."""
+        opened = await self._open_pidfds(pids, context)
+        if not opened:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"worker {worker}: none of its processes {list(pids)} lives",
+            )
+        life = self._lives.get(worker)
+        if life is None or not set(opened.values()) & set(life.watched.values()):
+            if life is not None and any(_lives(descriptor) for descriptor in life.attached):
+                for descriptor in opened:
+                    os.close(descriptor)
+                await context.abort(
+                    grpc.StatusCode.ALREADY_EXISTS,
+                    f"worker {worker} is here already, in processes {sorted(life.watched.values())}",
+                )
+            self._lives_started += 1
+            life = self._lives[worker] = _Life(worker, WorkerId(f"{worker}#{self._lives_started}"))
+        life.attached.update(self._watch(life, opened))
+
+    async def _open_pidfds(self, pids: Sequence[int], context: Context) -> dict[int, int]:
+        """Pid by pidfd of those processes that live."""
+        opened: dict[int, int] = {}
+        for pid in dict.fromkeys(pids):
             try:
-                descriptor = os.pidfd_open(pid)
+                opened[os.pidfd_open(pid)] = pid
             except ProcessLookupError:
                 continue
-            self._pidfds[descriptor] = (worker, pid)
-            loop.add_reader(descriptor, self._process_ended, descriptor)
+            except (OSError, OverflowError) as error:
+                for descriptor in opened:
+                    os.close(descriptor)
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"cannot watch process {pid}: {error}")
+        return opened
 
-    def _unwatch(self, descriptor: int) -> WorkerId:
-        worker, _ = self._pidfds.pop(descriptor)
+    def _watch(self, life: _Life, opened: dict[int, int]) -> list[int]:
+        """The worker's slots are freed when all its watched processes are gone. Returns the pidfds newly watched."""
+        added = []
+        for descriptor, pid in opened.items():
+            if pid in life.watched.values():
+                os.close(descriptor)
+                continue
+            life.watched[descriptor] = pid
+            self._watched[descriptor] = life
+            asyncio.get_running_loop().add_reader(descriptor, self._process_ended, descriptor)
+            added.append(descriptor)
+        return added
+
+    def _unwatch(self, descriptor: int) -> _Life:
+        life = self._watched.pop(descriptor)
+        del life.watched[descriptor]
+        life.attached.discard(descriptor)
         asyncio.get_running_loop().remove_reader(descriptor)
         os.close(descriptor)
-        return worker
+        return life
 
     def _process_ended(self, descriptor: int) -> None:
-        worker = self._unwatch(descriptor)
-        if self._pool is not None and not any(owner == worker for owner, _ in self._pidfds.values()):
-            logger.warning("worker %s is gone: its reservations and leases end", worker)
-            self._pool.writer_died(worker)
+        life = self._unwatch(descriptor)
+        if life.watched:
+            return
+        if self._lives.get(life.worker) is life:
+            del self._lives[life.worker]
+        if self._pool is not None:
+            logger.warning("worker %s is gone: its reservations and leases end", life.writer)
+            self._pool.writer_died(life.writer)
             self._apply()
+
+    async def _life(self, worker: str, context: Context) -> _Life:
+        life = self._lives.get(WorkerId(worker))
+        if life is None:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, f"worker {worker} has not attached, or is gone"
+            )
+        return life
+
+    def _holder(self, name: str) -> WorkerId:
+        """The pool's name for the present life of a worker; a reader that never attached keeps its own."""
+        life = self._lives.get(WorkerId(name))
+        return life.writer if life is not None else WorkerId(name)
 
     # -- writers --------------------------------------------------------------------------------------------
 
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.SlotList:
         pool, arena = await self._ready(context)
+        life = await self._life(request.worker_id, context)
+        until_s = await self._until_s(request.lease_s, context)
         names = await self._names(request.hashes, context)
         tail = (await self._names([request.tail_hash], context))[0] if request.tail_hash else None
         found = pool.reserve(
             RequestId(request.request_id),
-            WorkerId(request.worker_id),
+            life.writer,
             names,
             tail,
-            expires_s=self._now() + request.lease_s,
+            expires_s=until_s,
             reuse=not request.no_reuse,
         )
         self._apply()  # evicted slots end before their new use begins
@@ -173,7 +257,7 @@ class KVNode(KVNodeServicer):
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"request {request.request_id}: {len(missing)} of {len(holding)} blocks are not complete",
             )
-        done = pool.commit(RequestId(request.request_id), WorkerId(request.holder))
+        done = pool.commit(RequestId(request.request_id), self._holder(request.holder))
         if isinstance(done, Fenced):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, done.reason)
         assert isinstance(done, int)
@@ -182,9 +266,13 @@ class KVNode(KVNodeServicer):
 
     async def Abandon(self, request: pb.AbandonRequest, context: Context) -> pb.Empty:
         pool, arena = await self._ready(context)
-        for slot, _ in pool.unfinished(RequestId(request.request_id)):
+        name, writer = RequestId(request.request_id), self._holder(request.worker_id)
+        given_up = pool.unfinished(name)
+        fenced = pool.abandon(name, writer, request.stopped)
+        if fenced is not None:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, fenced.reason)
+        for slot, _ in given_up:
             arena.end(slot)  # followers stop waiting now; the slot itself waits for its writer
-        pool.abandon(RequestId(request.request_id), WorkerId(request.worker_id), request.stopped)
         self._apply()
         return pb.Empty()
 
@@ -192,12 +280,12 @@ class KVNode(KVNodeServicer):
 
     async def Lease(self, request: pb.LeaseRequest, context: Context) -> pb.SlotList:
         pool, _ = await self._ready(context)
-        key = (RequestId(request.request_id), request.holder)
-        until = self._now() + request.lease_s
+        key = (RequestId(request.request_id), self._holder(request.holder))
+        until_s = await self._until_s(request.lease_s, context)
         if request.slots:
-            found = pool.lease(*key, [(slot.slot, slot.epoch) for slot in request.slots], until)
+            found = pool.lease(*key, [(slot.slot, slot.epoch) for slot in request.slots], until_s)
         else:
-            found = pool.acquire(*key, await self._names(request.hashes, context), until)
+            found = pool.acquire(*key, await self._names(request.hashes, context), until_s)
         if isinstance(found, Fenced):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, found.reason)
         assert isinstance(found, list)
@@ -205,7 +293,7 @@ class KVNode(KVNodeServicer):
 
     async def Release(self, request: pb.Holding, context: Context) -> pb.Empty:
         pool, _ = await self._ready(context)
-        pool.release(RequestId(request.request_id), request.holder)
+        pool.release(RequestId(request.request_id), self._holder(request.holder))
         self._apply()
         return pb.Empty()
 
@@ -233,7 +321,7 @@ class KVNode(KVNodeServicer):
         status = pb.NodeStatus(
             node_id=self._config.node_id,
             dropped=self._dropped,
-            workers=sorted({worker for worker, _ in self._pidfds.values()}),
+            workers=sorted(self._lives),
         )
         if self._pool is not None and self._arena is not None:
             counts = self._pool.counts()
@@ -247,9 +335,12 @@ class KVNode(KVNodeServicer):
         return status
 
     async def Check(self, request: pb.Empty, context: Context) -> pb.Empty:
-        if self._pool is not None:
+        if self._pool is not None and self._arena is not None:
             try:
                 self._pool.check()
+                assert self._arena.epoch.tolist() == self._pool.epochs(), (
+                    "the arena's epochs are not the pool's"
+                )
             except AssertionError as broken:
                 await context.abort(grpc.StatusCode.INTERNAL, f"invariant broken: {broken}")
         return pb.Empty()
@@ -270,6 +361,13 @@ class KVNode(KVNodeServicer):
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
+    async def _until_s(self, lease_s: float, context: Context) -> float:
+        if not 0 <= lease_s <= _LEASE_S_MAX:  # refuses NaN too
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"lease_s is {lease_s}, not in 0..{_LEASE_S_MAX:.0f}"
+            )
+        return self._now() + lease_s
+
     def _sweep(self) -> None:
         if self._pool is None or self._arena is None:
             return
@@ -286,11 +384,22 @@ class KVNode(KVNodeServicer):
         for slot in self._pool.take_freed():
             self._arena.end(slot)
         stored, removed = self._pool.take_changes()
-        if not stored and not removed:
-            return
+        if removed:
+            self._publish(pb.BlockEvents(removed=removed))
+        if stored:
+            self._publish(pb.BlockEvents(stored=stored))
+
+    def _publish(self, event: pb.BlockEvents) -> None:
         self._sequence += 1
-        event = pb.BlockEvents(sequence=self._sequence, stored=stored, removed=removed)
+        event.sequence = self._sequence
         for queue in list(self._subscribers):
             if queue.full():  # the subscriber will see a gap in the sequence and ask for a snapshot
                 queue.get_nowait()
             queue.put_nowait(event)
+
+
+def _lives(pidfd: int) -> bool:
+    """A pidfd is readable once its process has ended."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return not poll.poll(0)

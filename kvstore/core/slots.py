@@ -142,6 +142,11 @@ class SlotPool:
         """Is (slot, epoch) still the slot's present use?"""
         return 0 <= slot < self.size and epoch > 0 and self._slots[slot].epoch == epoch
 
+    def epochs(self) -> list[int]:
+        """The epoch of each slot's present use, 0 where there is none or its writer has given up."""
+        over = (SlotState.FREE, SlotState.DRAINING)
+        return [0 if slot.state in over else slot.epoch for slot in self._slots]
+
     def unfinished(self, request: RequestId) -> list[tuple[int, int]]:
         """(slot, epoch) that `request` is filling."""
         filling = self._filling.get(request)
@@ -202,7 +207,7 @@ class SlotPool:
             self._settle(number)
         return len(filling.slots)
 
-    def abandon(self, request: RequestId, writer: WorkerId, stopped: bool) -> None | Fenced:
+    def abandon(self, request: RequestId, writer: WorkerId, stopped: bool) -> Fenced | None:
         """The writer gives up what it was filling (nothing, perhaps) and its lease.
 
         `stopped`: it is certain that it writes no more. Another's reservation is not for it to give up.

@@ -171,7 +171,7 @@ class Arena:
 
     def stop(self, slot: int, epoch: int) -> None:
         """The writer of this use will write no more. A late word about an old use never hides that of a newer one."""
-        if self.stopped[slot] < epoch:
+        if self.stopped[slot] < epoch:  # noqa: PLR1730  # `max` would write an old word over a newer one
             self.stopped[slot] = epoch
 
     # -- the reader's words ---------------------------------------------------------------------------------

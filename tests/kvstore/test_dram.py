@@ -1,5 +1,6 @@
 """The arena: one file that processes share, and bytes that verify only where and when they were sealed."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -69,7 +70,7 @@ def test_an_arena_is_never_made_over_another(arena: Arena):
 
 
 def test_too_little_memory_is_told_with_the_size_and_leaves_no_file():
-    path = Path("/dev/shm") / "moonpool-test-too-large"
+    path = Path("/dev/shm") / f"moonpool-test-{os.getpid()}"
     too_large = ArenaShape(LAYOUT, slots=2**50 // LAYOUT.block_bytes)
     with pytest.raises(OSError, match=r"cannot reserve \d+ MiB for the KV arena in /dev/shm"):
         Arena.create(path, too_large)
