@@ -14,7 +14,8 @@ Rules that vLLM 0.32 sets, and where they are kept:
   `wait_for_save`.
 - A page is copied once, when it is full or ends the prompt; a segment is sealed with its last page.
 - A writer says that it has stopped (`Arena.stop`) one step after its request ended: the steps that could still copy
-  are over by then, because a worker runs its steps one after another.
+  are over by then, because a worker runs its steps one after another. A request that ended before it was ever
+  scheduled says so too: its slots wait for that word.
 """
 
 import logging
@@ -38,6 +39,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from kvstore.core.blocks import KVLayout
 from kvstore.engine.orphan import exit_with_parent
 from kvstore.engine.plan import KVPlan, LoadReport, PlannedBlock
+from kvstore.engine.spawned import after_imports
 from kvstore.tiers.dram import Arena, ArenaShape
 
 if TYPE_CHECKING:
@@ -105,6 +107,7 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:  # once in each engine core
             exit_with_parent()
+            after_imports()
         extra = self._kv_transfer_config.kv_connector_extra_config
         layout = KVLayout(**extra["layout"])
         shape = ArenaShape(layout, extra["slots"])
@@ -150,7 +153,7 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
-        return False, self._scheduler.finished(request.request_id)
+        return False, self._scheduler.finished(request.request_id, request.kv_transfer_params)
 
     # -- worker half ----------------------------------------------------------------------------------------
 
@@ -246,9 +249,12 @@ class _Scheduler:
             {request: report for request, report in reports.items() if request in self._plans}
         )
 
-    def finished(self, request: str) -> dict[str, Any] | None:
-        """The request is over (or aborted): no more copies for it. Returns what its last output carries."""
-        plan = self._plans.pop(request, None)
+    def finished(self, request: str, params: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The request is over (or aborted, perhaps before it was ever asked about): no more copies for it.
+
+        A load that is under way goes on, and is reported. Returns what the request's last output carries.
+        """
+        plan = self._plans.pop(request, None) or KVPlan.from_params(params)
         self._loading.pop(request, None)
         self._load_once.discard(request)
         self._saving.pop(request, None)
@@ -300,6 +306,8 @@ class _Scheduler:
     def _saves(self, saving: _Saving, computed: int, scheduled: int) -> Iterable[PageSave]:
         """Pages that this step completes: full ones, and the prompt's last."""
         layout, plan = self._layout, saving.plan
+        if computed >= plan.prompt_tokens:
+            return
         end = min(computed + scheduled, plan.prompt_tokens)
         last = end // layout.page_tokens if end < plan.prompt_tokens else -(-end // layout.page_tokens)
         first = computed // layout.page_tokens
@@ -392,6 +400,12 @@ class _Active:
     failed: set[int] = field(default_factory=set)
     failure: str = ""
 
+    def fail(self, problem: str) -> None:
+        """Ends the load: nothing of it counts as loaded."""
+        blocks = len(self.job.blocks)
+        self.failed, self.failure = set(range(blocks)), f"block 0 {problem}"
+        self.done = [blocks] * len(self.done)
+
     @property
     def ended(self) -> bool:
         blocks = len(self.job.blocks)
@@ -453,7 +467,11 @@ class _Loader:
             except queue.Empty:
                 pass
             for load in active:
-                self._advance(load)
+                try:
+                    self._advance(load)
+                except Exception as error:  # the thread's edge: a request without report hangs for ever
+                    logger.exception("request %s: loading broke", load.job.engine_request)
+                    load.fail(f"could not be loaded: {error}")
             for load in [load for load in active if load.ended]:
                 active.remove(load)
                 self._report(load)

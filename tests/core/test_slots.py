@@ -45,7 +45,7 @@ def stored(pool: SlotPool, request: RequestId, hashes: list[BlockHash]) -> list[
     return refs
 
 
-def test_an_arena_has_a_slot():
+def test_an_arena_has_a_slot() -> None:
     with pytest.raises(ValueError, match="at least one slot"):
         SlotPool(0)
 
@@ -53,7 +53,7 @@ def test_an_arena_has_a_slot():
 # -- rule 1: states -------------------------------------------------------------------------------------------
 
 
-def test_a_slot_goes_from_free_over_filling_to_committed_and_by_eviction_to_free():
+def test_a_slot_goes_from_free_over_filling_to_committed_and_by_eviction_to_free() -> None:
     pool = SlotPool(2)
     assert pool.counts()["free"] == 2
     reserved(pool, A, chain(2))
@@ -67,7 +67,7 @@ def test_a_slot_goes_from_free_over_filling_to_committed_and_by_eviction_to_free
     assert pool.take_changes() == (chain(2), [chain(2)[1], chain(2)[0]])
 
 
-def test_a_reservation_returns_the_cached_prefix_as_filled_and_the_rest_to_fill_in_order():
+def test_a_reservation_returns_the_cached_prefix_as_filled_and_the_rest_to_fill_in_order() -> None:
     pool = SlotPool(8)
     first = stored(pool, A, chain(2))
     refs = reserved(pool, B, chain(4), TAIL)
@@ -76,7 +76,7 @@ def test_a_reservation_returns_the_cached_prefix_as_filled_and_the_rest_to_fill_
     assert [(ref.slot, ref.epoch) for ref in refs[:2]] == [(ref.slot, ref.epoch) for ref in first]
 
 
-def test_without_reuse_cached_blocks_are_written_again_elsewhere():
+def test_without_reuse_cached_blocks_are_written_again_elsewhere() -> None:
     pool = SlotPool(4)
     first = stored(pool, A, chain(2))
     refs = pool.reserve(B, PREFILL, chain(2), None, SOON_S, reuse=False)
@@ -85,7 +85,7 @@ def test_without_reuse_cached_blocks_are_written_again_elsewhere():
     assert {ref.slot for ref in refs}.isdisjoint({ref.slot for ref in first})
 
 
-def test_a_hole_in_a_chain_ends_its_prefix():
+def test_a_hole_in_a_chain_ends_its_prefix() -> None:
     pool = SlotPool(4)
     stored(pool, A, chain(3))
     assert pool.drop(chain(3)[1])
@@ -96,7 +96,7 @@ def test_a_hole_in_a_chain_ends_its_prefix():
 # -- rule 2: epochs -------------------------------------------------------------------------------------------
 
 
-def test_each_use_of_a_slot_has_a_larger_epoch():
+def test_each_use_of_a_slot_has_a_larger_epoch() -> None:
     pool = SlotPool(1)
     epochs = []
     for turn in range(4):
@@ -105,7 +105,7 @@ def test_each_use_of_a_slot_has_a_larger_epoch():
     assert epochs == sorted(set(epochs))
 
 
-def test_a_lease_on_a_use_that_is_over_is_fenced():
+def test_a_lease_on_a_use_that_is_over_is_fenced() -> None:
     pool = SlotPool(1)
     (old,) = stored(pool, A, chain(1))
     (new,) = reserved(pool, B, chain(1, start=9))
@@ -115,24 +115,22 @@ def test_a_lease_on_a_use_that_is_over_is_fenced():
 
 
 @pytest.mark.parametrize("use", [(0, 0), (99, 1), (-1, 1), (0, 10**9)])
-def test_a_lease_on_what_never_was_is_fenced(use: tuple[int, int]):
+def test_a_lease_on_what_never_was_is_fenced(use: tuple[int, int]) -> None:
     pool = SlotPool(1)
     stored(pool, A, chain(1))
     assert isinstance(pool.lease(B, DECODE, [use], SOON_S), Fenced)
     pool.check()
 
 
-def test_a_lease_is_refused_whole():
+def test_a_lease_is_refused_whole() -> None:
     pool = SlotPool(3)
     good, bad = stored(pool, A, chain(2))
     pool.drop(bad.hash)
-    assert isinstance(
-        pool.lease(B, DECODE, [(good.slot, good.epoch), (bad.slot, bad.epoch)], SOON_S), Fenced
-    )
+    assert isinstance(pool.lease(B, DECODE, [(good.slot, good.epoch), (bad.slot, bad.epoch)], SOON_S), Fenced)
     assert pool.counts()["leases"] == 0
 
 
-def test_only_the_writer_may_commit_or_give_up():
+def test_only_the_writer_may_commit_or_give_up() -> None:
     pool = SlotPool(2)
     reserved(pool, A, chain(1), TAIL)
     assert isinstance(pool.commit(A, OTHER), Fenced)
@@ -142,7 +140,7 @@ def test_only_the_writer_may_commit_or_give_up():
     assert pool.commit(A, PREFILL) == 2
 
 
-def test_only_the_writer_may_commit_even_where_nothing_was_to_be_filled():
+def test_only_the_writer_may_commit_even_where_nothing_was_to_be_filled() -> None:
     pool = SlotPool(2)
     stored(pool, A, chain(2))
     reserved(pool, B, chain(2))
@@ -150,7 +148,7 @@ def test_only_the_writer_may_commit_even_where_nothing_was_to_be_filled():
     assert pool.commit(B, PREFILL) == 0
 
 
-def test_a_second_reservation_of_one_request_is_fenced_until_the_first_is_over():
+def test_a_second_reservation_of_one_request_is_fenced_until_the_first_is_over() -> None:
     pool = SlotPool(4)
     reserved(pool, A, chain(1))
     assert isinstance(pool.reserve(A, PREFILL, chain(1), None, SOON_S), Fenced)
@@ -163,7 +161,7 @@ def test_a_second_reservation_of_one_request_is_fenced_until_the_first_is_over()
 # -- rule 3: no slot is taken from a writer by time -----------------------------------------------------------------
 
 
-def test_a_writer_out_of_time_keeps_what_it_fills():
+def test_a_writer_out_of_time_keeps_what_it_fills() -> None:
     pool = SlotPool(1)
     reserved(pool, A, chain(1))
     assert pool.expire(LATE_S) == []
@@ -171,7 +169,7 @@ def test_a_writer_out_of_time_keeps_what_it_fills():
     assert pool.commit(A, PREFILL) == 1
 
 
-def test_given_up_slots_drain_until_their_writer_stops():
+def test_given_up_slots_drain_until_their_writer_stops() -> None:
     pool = SlotPool(1)
     (ref,) = reserved(pool, A, chain(1))
     pool.abandon(A, PREFILL, stopped=False)
@@ -185,7 +183,7 @@ def test_given_up_slots_drain_until_their_writer_stops():
     assert pool.counts()["free"] == 1
 
 
-def test_a_writer_that_says_it_stopped_gives_its_slots_back_at_once():
+def test_a_writer_that_says_it_stopped_gives_its_slots_back_at_once() -> None:
     pool = SlotPool(3)
     reserved(pool, A, chain(2), TAIL)
     pool.abandon(A, PREFILL, stopped=True)
@@ -194,7 +192,7 @@ def test_a_writer_that_says_it_stopped_gives_its_slots_back_at_once():
     assert pool.counts()["leases"] == 0
 
 
-def test_a_dead_writer_leaves_nothing_behind():
+def test_a_dead_writer_leaves_nothing_behind() -> None:
     pool = SlotPool(6)
     stored(pool, RequestId("old"), chain(1))
     reserved(pool, A, chain(2), TAIL)
@@ -206,7 +204,7 @@ def test_a_dead_writer_leaves_nothing_behind():
     assert (counts["free"], counts["committed"], counts["leases"]) == (5, 1, 0)
 
 
-def test_a_dead_writer_with_nothing_left_to_fill_is_forgotten_too():
+def test_a_dead_writer_with_nothing_left_to_fill_is_forgotten_too() -> None:
     pool = SlotPool(2)
     stored(pool, RequestId("old"), chain(2))
     reserved(pool, A, chain(2))  # all cached
@@ -216,7 +214,7 @@ def test_a_dead_writer_with_nothing_left_to_fill_is_forgotten_too():
     reserved(pool, A, chain(2), writer=OTHER)
 
 
-def test_another_writers_death_changes_nothing():
+def test_another_writers_death_changes_nothing() -> None:
     pool = SlotPool(2)
     reserved(pool, A, chain(2))
     pool.writer_died(OTHER)
@@ -226,7 +224,7 @@ def test_another_writers_death_changes_nothing():
 # -- rule 4: readers' leases end by word or by time ------------------------------------------------------------------
 
 
-def test_a_leased_block_is_no_victim_until_released():
+def test_a_leased_block_is_no_victim_until_released() -> None:
     pool = SlotPool(1)
     stored(pool, A, chain(1))
     pool.acquire(B, DECODE, chain(1), SOON_S)
@@ -237,7 +235,7 @@ def test_a_leased_block_is_no_victim_until_released():
     reserved(pool, A, chain(1, start=9))
 
 
-def test_a_lease_ends_by_time_and_asking_again_extends_it():
+def test_a_lease_ends_by_time_and_asking_again_extends_it() -> None:
     pool = SlotPool(1)
     (ref,) = stored(pool, A, chain(1))
     pool.acquire(B, DECODE, chain(1), 10.0)
@@ -248,7 +246,7 @@ def test_a_lease_ends_by_time_and_asking_again_extends_it():
     assert (pool.leases_expired, pool.counts()["leases"]) == (1, 0)
 
 
-def test_a_follow_reader_out_of_time_loses_its_lease_though_the_writer_goes_on():
+def test_a_follow_reader_out_of_time_loses_its_lease_though_the_writer_goes_on() -> None:
     pool = SlotPool(1)
     (ref,) = reserved(pool, A, chain(1))
     pool.lease(A, DECODE, [(ref.slot, ref.epoch)], SOON_S)
@@ -256,7 +254,7 @@ def test_a_follow_reader_out_of_time_loses_its_lease_though_the_writer_goes_on()
     assert pool.commit(A, PREFILL) == 1
 
 
-def test_a_follow_reader_of_a_writer_that_gave_up_holds_nothing():
+def test_a_follow_reader_of_a_writer_that_gave_up_holds_nothing() -> None:
     pool = SlotPool(1)
     (ref,) = reserved(pool, A, chain(1))
     pool.lease(A, DECODE, [(ref.slot, ref.epoch)], SOON_S)
@@ -271,7 +269,7 @@ def test_a_follow_reader_of_a_writer_that_gave_up_holds_nothing():
 # -- rule 5: visibility ----------------------------------------------------------------------------------------
 
 
-def test_a_block_is_visible_when_committed_and_not_before():
+def test_a_block_is_visible_when_committed_and_not_before() -> None:
     pool = SlotPool(2)
     reserved(pool, A, chain(1))
     assert (pool.match(chain(1)), pool.acquire(B, DECODE, chain(1), SOON_S)) == (0, [])
@@ -281,7 +279,7 @@ def test_a_block_is_visible_when_committed_and_not_before():
     assert pool.take_changes() == (chain(1), [])
 
 
-def test_a_tail_is_never_visible_and_is_gone_with_its_last_reader():
+def test_a_tail_is_never_visible_and_is_gone_with_its_last_reader() -> None:
     pool = SlotPool(2)
     refs = written(pool, A, chain(1), TAIL)
     assert pool.match([TAIL]) == 0
@@ -294,7 +292,7 @@ def test_a_tail_is_never_visible_and_is_gone_with_its_last_reader():
     assert pool.counts()["free"] == 1
 
 
-def test_the_first_of_two_equal_blocks_is_kept_and_the_others_copy_lives_for_its_readers():
+def test_the_first_of_two_equal_blocks_is_kept_and_the_others_copy_lives_for_its_readers() -> None:
     pool = SlotPool(2)
     (first,) = reserved(pool, A, chain(1))
     (second,) = reserved(pool, B, chain(1), writer=OTHER)
@@ -309,7 +307,7 @@ def test_the_first_of_two_equal_blocks_is_kept_and_the_others_copy_lives_for_its
     assert not pool.holds(first.slot, first.epoch)
 
 
-def test_a_dropped_block_is_invisible_at_once_and_freed_after_its_readers():
+def test_a_dropped_block_is_invisible_at_once_and_freed_after_its_readers() -> None:
     pool = SlotPool(1)
     (ref,) = stored(pool, A, chain(1))
     pool.acquire(B, DECODE, chain(1), SOON_S)
@@ -325,16 +323,18 @@ def test_a_dropped_block_is_invisible_at_once_and_freed_after_its_readers():
 # -- rule 6: victims -------------------------------------------------------------------------------------------
 
 
-def test_the_least_recently_used_chain_goes_first_from_its_end():
+def test_the_least_recently_used_chain_goes_first_from_its_end() -> None:
     pool = SlotPool(4)
     old, new = chain(2), chain(2, start=50)
     stored(pool, A, old)
     stored(pool, B, new)
     reserved(pool, A, chain(1, start=100))
-    assert (pool.match(old), pool.match(new)) == (1, 2), "the end of the older chain went, its beginning serves"
+    assert (pool.match(old), pool.match(new)) == (1, 2), (
+        "the end of the older chain went, its beginning serves"
+    )
 
 
-def test_reading_a_block_makes_it_young():
+def test_reading_a_block_makes_it_young() -> None:
     pool = SlotPool(2)
     stored(pool, A, chain(1))
     stored(pool, B, chain(1, start=50))
@@ -344,7 +344,7 @@ def test_reading_a_block_makes_it_young():
     assert (pool.match(chain(1)), pool.match(chain(1, start=50))) == (1, 0)
 
 
-def test_a_reservation_never_evicts_the_prefix_it_stands_on():
+def test_a_reservation_never_evicts_the_prefix_it_stands_on() -> None:
     pool = SlotPool(3)
     stored(pool, A, chain(2))
     assert pool.reserve(B, PREFILL, chain(4), None, SOON_S) == NoRoom(wanted=2, available=1)

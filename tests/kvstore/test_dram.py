@@ -34,12 +34,12 @@ def sealed(arena: Arena, slot: int = 1, epoch: int = 7, name: BlockHash = NAME, 
 # -- the file -------------------------------------------------------------------------------------------------------
 
 
-def test_only_its_user_may_read_an_arena(arena: Arena):
+def test_only_its_user_may_read_an_arena(arena: Arena) -> None:
     assert arena.path.stat().st_mode & 0o777 == 0o600
     assert arena.path.stat().st_size == SHAPE.file_bytes
 
 
-def test_payloads_start_on_a_page_and_headers_fit_before_them():
+def test_payloads_start_on_a_page_and_headers_fit_before_them() -> None:
     for slots in (1, 42, 1000):
         shape = ArenaShape(LAYOUT, slots)
         assert shape.payload_offset % 4096 == 0
@@ -48,7 +48,7 @@ def test_payloads_start_on_a_page_and_headers_fit_before_them():
 
 
 @given(dram_bytes=st.integers(0, 100_000))
-def test_as_many_slots_as_fit(dram_bytes: int):
+def test_as_many_slots_as_fit(dram_bytes: int) -> None:
     slot_bytes = LAYOUT.block_bytes + ArenaShape(LAYOUT, 1).header_dtype.itemsize
     if dram_bytes < slot_bytes:
         with pytest.raises(ValueError, match="holds no block"):
@@ -58,18 +58,18 @@ def test_as_many_slots_as_fit(dram_bytes: int):
         assert slots * slot_bytes <= dram_bytes < (slots + 1) * slot_bytes
 
 
-def test_an_arena_of_another_shape_is_refused(arena: Arena):
+def test_an_arena_of_another_shape_is_refused(arena: Arena) -> None:
     with pytest.raises(ValueError, match="its shape says"):
         Arena.attach(arena.path, ArenaShape(LAYOUT, slots=5))
 
 
-def test_an_arena_is_never_made_over_another(arena: Arena):
+def test_an_arena_is_never_made_over_another(arena: Arena) -> None:
     with pytest.raises(FileExistsError):
         Arena.create(arena.path, SHAPE)
     assert arena.path.exists()
 
 
-def test_too_little_memory_is_told_with_the_size_and_leaves_no_file():
+def test_too_little_memory_is_told_with_the_size_and_leaves_no_file() -> None:
     path = Path("/dev/shm") / f"moonpool-test-{os.getpid()}"
     too_large = ArenaShape(LAYOUT, slots=2**50 // LAYOUT.block_bytes)
     with pytest.raises(OSError, match=r"cannot reserve \d+ MiB for the KV arena in /dev/shm"):
@@ -77,7 +77,7 @@ def test_too_little_memory_is_told_with_the_size_and_leaves_no_file():
     assert not path.exists()
 
 
-def test_mappings_outlive_the_name(arena: Arena):
+def test_mappings_outlive_the_name(arena: Arena) -> None:
     attached = Arena.attach(arena.path, SHAPE)
     arena.unlink()
     arena.unlink()
@@ -118,7 +118,7 @@ def another_process(how: str, path: Path) -> "subprocess.Popen[str]":
     return process
 
 
-def test_another_process_fills_a_slot(arena: Arena):
+def test_another_process_fills_a_slot(arena: Arena) -> None:
     arena.begin(2, 9, NAME)
     with another_process("attach", arena.path) as writer:
         assert writer.stdin is not None and writer.stdout is not None
@@ -134,7 +134,7 @@ def test_another_process_fills_a_slot(arena: Arena):
     assert writer.returncode == 0
 
 
-def test_the_arena_of_a_killed_node_is_removed_and_that_of_a_living_one_is_not(tmp_path: Path):
+def test_the_arena_of_a_killed_node_is_removed_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:
     dead, alive, stranger = (tmp_path / name for name in ("moonpool-n-1", "moonpool-n-2", "other"))
     stranger.touch()
     with another_process("create", dead) as killed, another_process("create", alive) as living:
@@ -150,7 +150,7 @@ def test_the_arena_of_a_killed_node_is_removed_and_that_of_a_living_one_is_not(t
 # -- writing and reading --------------------------------------------------------------------------------------------
 
 
-def test_a_block_is_complete_with_its_last_layer(arena: Arena):
+def test_a_block_is_complete_with_its_last_layer(arena: Arena) -> None:
     arena.begin(0, 3, NAME)
     for layer in range(LAYOUT.layers):
         assert not arena.complete(0, 3)
@@ -160,7 +160,7 @@ def test_a_block_is_complete_with_its_last_layer(arena: Arena):
     assert not arena.complete(0, 2)
 
 
-def test_a_new_use_has_nothing_of_the_old(arena: Arena):
+def test_a_new_use_has_nothing_of_the_old(arena: Arena) -> None:
     sealed(arena, slot=1, epoch=7)
     assert arena.all_held([1], [7])
     arena.end(1)
@@ -172,7 +172,7 @@ def test_a_new_use_has_nothing_of_the_old(arena: Arena):
     assert not arena.verify(1, 0, 8, OTHER, arena.payload[1, 0])
 
 
-def test_a_late_reader_is_told_so(arena: Arena):
+def test_a_late_reader_is_told_so(arena: Arena) -> None:
     sealed(arena, slot=1, epoch=7)
     copy = arena.payload[1, 0].copy()
     assert arena.verify(1, 0, 7, NAME, copy)
@@ -183,7 +183,7 @@ def test_a_late_reader_is_told_so(arena: Arena):
     assert not arena.verify(1, 0, 8, NAME, copy)
 
 
-def test_a_late_word_of_an_old_writer_does_not_hide_a_newer_ones(arena: Arena):
+def test_a_late_word_of_an_old_writer_does_not_hide_a_newer_ones(arena: Arena) -> None:
     arena.stop(1, 8)
     arena.stop(1, 7)
     assert arena.stopped[1] == 8
@@ -191,7 +191,7 @@ def test_a_late_word_of_an_old_writer_does_not_hide_a_newer_ones(arena: Arena):
     assert arena.stopped[1] == 9
 
 
-def test_every_flipped_byte_fails(arena: Arena):
+def test_every_flipped_byte_fails(arena: Arena) -> None:
     sealed(arena)
     for layer in range(LAYOUT.layers):
         for at in range(LAYOUT.segment_bytes):
@@ -204,7 +204,7 @@ def test_every_flipped_byte_fails(arena: Arena):
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.binary(min_size=32, max_size=32), layer=st.integers(0, LAYOUT.layers - 1))
-def test_right_bytes_in_a_wrong_place_fail(arena: Arena, name: bytes, layer: int):
+def test_right_bytes_in_a_wrong_place_fail(arena: Arena, name: bytes, layer: int) -> None:
     sealed(arena)
     copy = arena.payload[1, layer].copy()
     assert arena.verify(1, layer, 7, NAME, copy)
@@ -214,7 +214,7 @@ def test_right_bytes_in_a_wrong_place_fail(arena: Arena, name: bytes, layer: int
         assert not arena.verify(1, other, 7, NAME, copy), "as another layer"
 
 
-def test_a_sum_depends_on_bytes_name_and_layer_and_not_on_where_it_is_taken(arena: Arena):
+def test_a_sum_depends_on_bytes_name_and_layer_and_not_on_where_it_is_taken(arena: Arena) -> None:
     sealed(arena)
     inside = arena.payload[1, 2]
     assert segment_sum(inside, NAME, 2) == segment_sum(inside.copy(), NAME, 2)

@@ -11,7 +11,9 @@ from kvstore.core.slots import Fenced, NoRoom, SlotPool, SlotRef
 
 SIZE = 7
 # Two chains with a common beginning, and a short one.
-CHAINS = [[BlockHash(bytes([i]) * 32) for i in order] for order in ((0, 1, 2, 3, 4), (0, 1, 12, 13), (20, 21))]
+CHAINS = [
+    [BlockHash(bytes([i]) * 32) for i in order] for order in ((0, 1, 2, 3, 4), (0, 1, 12, 13), (20, 21))
+]
 TAIL = BlockHash(b"t" * 32)
 
 requests = st.sampled_from([RequestId(f"r{i}") for i in range(4)])
@@ -53,9 +55,7 @@ class SlotPoolMachine(RuleBasedStateMachine):
     def prefix(self, hashes: list[BlockHash]) -> list[Use]:
         found: list[Use] = []
         for name in hashes:
-            use = [
-                u for u in self.uses if u.ref.hash == name and u.state == "committed" and not u.private
-            ]
+            use = [u for u in self.uses if u.ref.hash == name and u.state == "committed" and not u.private]
             if not use:
                 break
             found.extend(use)
