@@ -283,8 +283,6 @@ async def test_a_prompt_is_reserved_written_committed_and_found_again(node: Runn
     again = await node.reserve("b", chain(3))
     assert [slot.filled for slot in again] == [True, True, False]
     assert [(slot.slot, slot.epoch) for slot in again[:2]] == [(slot.slot, slot.epoch) for slot in slots[:2]]
-    fresh = await node.reserve("c", chain(1), no_reuse=True)
-    assert not fresh[0].filled
 
 
 async def test_what_is_not_complete_is_not_committed(node: Running) -> None:
