@@ -29,13 +29,16 @@ class DecodeRequest(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
     LOAD_TIMEOUT_S_FIELD_NUMBER: _builtins.int
-    PRIORITY_FIELD_NUMBER: _builtins.int
+    REASONING_ENDED_FIELD_NUMBER: _builtins.int
+    REASONING_PARSER_KWARGS_JSON_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     sampling_params: _builtins.bytes
     """msgpack of vllm.SamplingParams"""
     load_timeout_s: _builtins.float
     """how long the KV may take to be complete"""
-    priority: _builtins.int
+    reasoning_ended: _builtins.bool
+    """both as AsyncLLM.generate takes them"""
+    reasoning_parser_kwargs_json: _builtins.str
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -55,13 +58,16 @@ class DecodeRequest(_message.Message):
         slots: _abc.Iterable[_kv_pb2.Slot] | None = ...,
         hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         load_timeout_s: _builtins.float = ...,
-        priority: _builtins.int = ...,
+        reasoning_ended: _builtins.bool | None = ...,
+        reasoning_parser_kwargs_json: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reasoning_ended", b"_reasoning_ended", "reasoning_ended", b"reasoning_ended"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "load_timeout_s", b"load_timeout_s", "priority", b"priority", "request_id", b"request_id", "sampling_params", b"sampling_params", "slots", b"slots", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning_ended", b"_reasoning_ended", "hashes", b"hashes", "load_timeout_s", b"load_timeout_s", "reasoning_ended", b"reasoning_ended", "reasoning_parser_kwargs_json", b"reasoning_parser_kwargs_json", "request_id", b"request_id", "sampling_params", b"sampling_params", "slots", b"slots", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__reasoning_ended: _TypeAlias = _typing.Literal["reasoning_ended"]  # noqa: Y015
+    _WhichOneofArgType__reasoning_ended: _TypeAlias = _typing.Literal["_reasoning_ended", b"_reasoning_ended"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning_ended) -> _WhichOneofReturnType__reasoning_ended | None: ...
 
 Global___DecodeRequest: _TypeAlias = DecodeRequest  # noqa: Y015
 
@@ -75,7 +81,7 @@ class DecodeReply(_message.Message):
     """msgpack of one engine output, see kvstore/engine/wire.py"""
     @_builtins.property
     def loaded(self) -> Global___Loaded:
-        """with the first output"""
+        """with the last output"""
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any, TypeAlias
 
@@ -27,7 +28,9 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 logger = logging.getLogger(__name__)
 
 _NODE_CALL_S = 5.0
-_FOLLOW_POLL_S = 0.002
+_STALL_S = 30.0  # the rest of a nearly complete prompt must come within this
+_WAIT_POLL_S = 0.03  # while the prompt waits for its prefill engine
+_FOLLOW_POLL_S = 0.002  # once its KV is arriving
 # The engine gets the request when this share of the segments is there: early enough that the last layers' copy
 # overlaps the prefill's end, late enough that its pages are not held for a whole prefill.
 _SUBMIT_AT = 0.9
@@ -48,23 +51,28 @@ class DecodeWorker(DecodeWorkerServicer):
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         deadline_s = time.monotonic() + request.load_timeout_s
-        slots = await self._lease(request)
-        leased = bool(slots)
+        leased = True  # until a release has been answered: what failed may have taken a lease
         try:
+            slots = await self._lease(request)
             await self._follow(slots, deadline_s)
-            plan = self._plan(request, slots, deadline_s)
+            plan = self._plan(request, slots)
             self._requests += 1
-            if plan is None:
-                self._computed_prompt_tokens += len(request.token_ids)
-            seen: set[int] = set()
-            async for output in self._engine.generate(request.token_ids, params, request.request_id, plan):
-                seen.update(one.index for one in output.outputs)
-                if leased and (len(seen) == params.n or output.finished):
-                    leased = False
-                    await self._release(request.request_id)
-                yield self._reply(request, output)
+            loaded: set[int] = set()  # of the n answers, those that have a token
+            async with aclosing(
+                self._engine.generate(
+                    request.token_ids, params, request.request_id, plan, **_reasoning(request)
+                )
+            ) as outputs:
+                async for output in outputs:
+                    loaded.update(one.index for one in output.outputs)
+                    if leased and (len(loaded) == params.n or output.finished):
+                        await self._release(request.request_id)
+                        leased = False
+                    yield await self._reply(request, output)
         except EngineDeadError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"the decode engine died: {error}")
+        except ValueError as error:  # what vLLM raises for a request that no engine of this model could serve
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
             if leased:
                 await asyncio.shield(self._release(request.request_id))
@@ -91,8 +99,12 @@ class DecodeWorker(DecodeWorkerServicer):
             lease_s=request.load_timeout_s + 1.0,
         )
         try:
-            reply: kv.SlotList = await self._engine.node.Lease(wanted, timeout=_NODE_CALL_S)
-            return list(reply.slots)
+            reply = await self._engine.node.Lease(wanted, timeout=_NODE_CALL_S)
+            slots = list(reply.slots)
+            if request.slots and [slot.hash for slot in slots] != [slot.hash for slot in request.slots]:
+                logger.error("request %s: the node leased other blocks than were planned", request.request_id)
+                return []
+            return slots
         except grpc.aio.AioRpcError as error:
             logger.warning("request %s: no lease on its KV: %s", request.request_id, error.details())
             return []
@@ -105,12 +117,16 @@ class DecodeWorker(DecodeWorkerServicer):
         numbers, epochs = [slot.slot for slot in waiting], [slot.epoch for slot in waiting]
         arena, layers = self._engine.arena, self._engine.layout.layers
         enough = int(len(waiting) * layers * _SUBMIT_AT)
+        poll_s = _WAIT_POLL_S
         while time.monotonic() < deadline_s:
-            if arena.segments_complete(numbers, epochs) >= enough or not arena.all_held(numbers, epochs):
+            complete = arena.segments_complete(numbers, epochs)
+            if complete:
+                poll_s = _FOLLOW_POLL_S
+            if complete >= enough or not arena.all_held(numbers, epochs):
                 return
-            await asyncio.sleep(_FOLLOW_POLL_S)
+            await asyncio.sleep(poll_s)
 
-    def _plan(self, request: pb.DecodeRequest, slots: Sequence[kv.Slot], deadline_s: float) -> KVPlan | None:
+    def _plan(self, request: pb.DecodeRequest, slots: Sequence[kv.Slot]) -> KVPlan | None:
         if not slots:
             return None
         prompt_tokens = len(request.token_ids)
@@ -120,10 +136,10 @@ class DecodeWorker(DecodeWorkerServicer):
             load_tokens=min(prompt_tokens, len(slots) * self._engine.layout.block_tokens),
             save=(),
             prompt_tokens=prompt_tokens,
-            deadline_s=deadline_s,
+            deadline_s=time.monotonic() + _STALL_S,
         )
 
-    def _reply(self, request: pb.DecodeRequest, output: RequestOutput) -> pb.DecodeReply:
+    async def _reply(self, request: pb.DecodeRequest, output: RequestOutput) -> pb.DecodeReply:
         reply = pb.DecodeReply(output=encode_output(output))
         report = LoadReport.from_params(output.kv_transfer_params)
         if report is not None:
@@ -152,3 +168,11 @@ class DecodeWorker(DecodeWorkerServicer):
             )
         except grpc.aio.AioRpcError as error:
             logger.warning("release at the KV node failed: %s", error.details())
+
+
+def _reasoning(request: pb.DecodeRequest) -> dict[str, Any]:
+    """Arguments of `AsyncLLM.generate` that matter to guided output of reasoning models."""
+    return {
+        "reasoning_ended": request.reasoning_ended if request.HasField("reasoning_ended") else None,
+        "reasoning_parser_kwargs": json.loads(request.reasoning_parser_kwargs_json or "{}") or None,
+    }

@@ -67,6 +67,7 @@ class KVNode(KVNodeServicer):
     def __init__(self, config: NodeConfig, now: Callable[[], float] = time.monotonic) -> None:
         self._config = config
         self._now = now
+        self._fingerprint = ""
         self._arena: Arena | None = None
         self._pool: SlotPool | None = None
         self._lives: dict[WorkerId, _Life] = {}  # the present life of each worker
@@ -120,11 +121,21 @@ class KVNode(KVNodeServicer):
             )
         await self._join(WorkerId(request.worker_id), request.pids, context)
         return pb.AttachReply(
-            arena_path=str(arena.path), slots=arena.shape.slots, node_id=self._config.node_id
+            arena_path=str(arena.path),
+            slots=arena.shape.slots,
+            node_id=self._config.node_id,
+            pid=os.getpid(),
         )
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> pb.Empty:
         life = await self._life(request.worker_id, context)
+        self._fingerprint = self._fingerprint or request.fingerprint
+        if request.fingerprint != self._fingerprint:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"worker {request.worker_id} serves model {request.fingerprint}, this node's other workers "
+                f"{self._fingerprint}: start them anew from one folder",
+            )
         self._watch(life, await self._open_pidfds(request.pids, context))
         return pb.Empty()
 
@@ -232,7 +243,6 @@ class KVNode(KVNodeServicer):
             names,
             tail,
             expires_s=until_s,
-            reuse=not request.no_reuse,
         )
         self._apply()  # evicted slots end before their new use begins
         if isinstance(found, NoRoom):

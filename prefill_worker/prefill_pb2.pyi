@@ -28,13 +28,11 @@ class PrefillRequest(_message.Message):
     HASHES_FIELD_NUMBER: _builtins.int
     TAIL_HASH_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
-    NO_REUSE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     tail_hash: _builtins.bytes
     """empty: no tail"""
     lease_s: _builtins.float
     """how long the hand-off may take after the prefill"""
-    no_reuse: _builtins.bool
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -49,11 +47,10 @@ class PrefillRequest(_message.Message):
         hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         tail_hash: _builtins.bytes = ...,
         lease_s: _builtins.float = ...,
-        no_reuse: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "lease_s", b"lease_s", "no_reuse", b"no_reuse", "request_id", b"request_id", "tail_hash", b"tail_hash", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "lease_s", b"lease_s", "request_id", b"request_id", "tail_hash", b"tail_hash", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -93,8 +90,9 @@ class Done(_message.Message):
     FAILED_BLOCKS_FIELD_NUMBER: _builtins.int
     LAST_LAYER_AT_FIELD_NUMBER: _builtins.int
     prefill_s: _builtins.float
-    """in the engine"""
+    """from the engine's first step with it to its last"""
     queue_s: _builtins.float
+    """before that, in the engine"""
     cached_tokens: _builtins.int
     """loaded from the pool"""
     computed_tokens: _builtins.int

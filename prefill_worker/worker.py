@@ -7,7 +7,8 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any, TypeAlias
 
@@ -27,6 +28,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 logger = logging.getLogger(__name__)
 
 _ROOM_WAIT_S = 0.02
+_ROOM_WAIT_MAX_S = 0.5
 _NODE_CALL_S = 5.0
 
 
@@ -39,18 +41,25 @@ class PrefillWorker(PrefillWorkerServicer):
         self._prefills = 0
 
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> AsyncIterator[pb.PrefillReply]:
-        started = time.monotonic()
-        slots = await self._reserve(request, context)
+        submitted: KVPlan | None = None
+        committed = False
         try:
+            slots = await self._reserve(request, context)
             yield pb.PrefillReply(plan=pb.Plan(slots=slots))
-            output = await self._compute(request, slots, started)
-            done = self._done(request, slots, output, started)
-            yield pb.PrefillReply(done=done)
+            submitted = self._plan(request, slots)
+            output = await self._compute(request, submitted)
+            sealed_at = time.monotonic()
+            await self._engine.node.Commit(self._holding(request.request_id), timeout=_NODE_CALL_S)
+            committed = True
+            self._prefills += 1
+            yield pb.PrefillReply(done=await self._done(request, submitted, output, sealed_at))
             await asyncio.sleep(request.lease_s)  # the gateway ends the call when the decode side has the KV
         except EngineDeadError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"the prefill engine died: {error}")
+        except ValueError as error:  # what vLLM raises for a request that no engine of this model could serve
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
-            await asyncio.shield(self._release(request.request_id))
+            await asyncio.shield(self._end(request.request_id, submitted, committed))
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         status = {
@@ -69,38 +78,28 @@ class PrefillWorker(PrefillWorkerServicer):
             hashes=request.hashes,
             tail_hash=request.tail_hash,
             lease_s=request.lease_s,
-            no_reuse=request.no_reuse,
         )
+        wait_s = _ROOM_WAIT_S
         while True:
             try:
-                reply: kv.SlotList = await self._engine.node.Reserve(wanted, timeout=_NODE_CALL_S)
+                reply = await self._engine.node.Reserve(wanted, timeout=_NODE_CALL_S)
                 return list(reply.slots)
             except grpc.aio.AioRpcError as error:
-                left = context.time_remaining()
-                if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED or (left is not None and left < 1):
+                if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                     await context.abort(error.code(), f"KV node: {error.details()}")
-                await asyncio.sleep(_ROOM_WAIT_S)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _ROOM_WAIT_MAX_S)
 
-    async def _compute(
-        self, request: pb.PrefillRequest, slots: list[kv.Slot], started: float
-    ) -> RequestOutput:
-        """Runs the prompt and commits its blocks; gives them up if anything goes wrong."""
+    async def _compute(self, request: pb.PrefillRequest, plan: KVPlan) -> RequestOutput:
+        """Runs the prompt through the engine."""
         params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
-        submitted = False
-        try:
-            output: RequestOutput | None = None
-            stream = self._engine.generate(
-                request.token_ids, params, request.request_id, self._plan(request, slots)
-            )
-            submitted = True
-            async for latest in stream:
+        output: RequestOutput | None = None
+        async with aclosing(
+            self._engine.generate(request.token_ids, params, request.request_id, plan)
+        ) as outputs:
+            async for latest in outputs:
                 output = latest
-            assert output is not None, "an engine ended without an output"
-            await self._engine.node.Commit(self._holding(request.request_id), timeout=_NODE_CALL_S)
-            self._prefills += 1
-        except BaseException:
-            await asyncio.shield(self._abandon(request.request_id, stopped=not submitted))
-            raise
+        assert output is not None, "an engine ended without an output"
         return output
 
     def _plan(self, request: pb.PrefillRequest, slots: list[kv.Slot]) -> KVPlan:
@@ -115,37 +114,47 @@ class PrefillWorker(PrefillWorkerServicer):
             deadline_s=time.monotonic() + request.lease_s,
         )
 
-    def _done(
-        self, request: pb.PrefillRequest, slots: list[kv.Slot], output: RequestOutput, started: float
+    async def _done(
+        self, request: pb.PrefillRequest, plan: KVPlan, output: RequestOutput, sealed_at: float
     ) -> pb.Done:
         report = LoadReport.from_params(output.kv_transfer_params)
         assert report is not None, "a planned request ends with a report"
         self._failed_loads += report.failed_blocks
-        cached = len(request.token_ids) - report.computed_tokens
-        filled = sum(not slot.filled for slot in slots)
+        times = output.metrics
+        assert times is not None, "engines keep request times"
         return pb.Done(
-            prefill_s=time.monotonic() - started,
-            cached_tokens=cached,
+            queue_s=times.scheduled_ts - times.queued_ts,
+            prefill_s=times.first_token_ts - times.scheduled_ts,
+            cached_tokens=len(request.token_ids) - report.computed_tokens,
             computed_tokens=report.computed_tokens,
-            kv_bytes=filled * self._engine.layout.block_bytes,
+            kv_bytes=len(plan.save) * self._engine.layout.block_bytes,
             failed_blocks=report.failed_blocks,
+            last_layer_at=sealed_at,
         )
 
-    async def _abandon(self, request_id: str, stopped: bool) -> None:
-        await self._tell_node(
-            "Abandon",
-            kv.AbandonRequest(request_id=request_id, worker_id=self._engine.worker_id, stopped=stopped),
-        )
+    async def _end(self, request_id: str, submitted: KVPlan | None, committed: bool) -> None:
+        """Gives back what the request still holds at the node, whatever had come of it."""
+        if not committed:
+            if submitted is not None:
+                await self._engine.fence(submitted)
+            abandoned = kv.AbandonRequest(
+                request_id=request_id, worker_id=self._engine.worker_id, stopped=submitted is None
+            )
+            await self._insist(lambda: self._engine.node.Abandon(abandoned, timeout=_NODE_CALL_S))
+        holding = self._holding(request_id)
+        await self._insist(lambda: self._engine.node.Release(holding, timeout=_NODE_CALL_S))
 
-    async def _release(self, request_id: str) -> None:
-        await self._tell_node("Release", self._holding(request_id))
-
-    async def _tell_node(self, method: str, message: object) -> None:
-        """A clean-up call: if the node is gone, so is what it held."""
-        try:
-            await getattr(self._engine.node, method)(message, timeout=_NODE_CALL_S)
-        except grpc.aio.AioRpcError as error:
-            logger.warning("%s at the KV node failed: %s", method, error.details())
+    async def _insist(self, call: Callable[[], Awaitable[object]]) -> None:
+        """Repeats a clean-up call until the node has answered; if the node is gone for good, so is what it held."""
+        while not self._engine.dead:
+            try:
+                await call()
+                return
+            except grpc.aio.AioRpcError as error:
+                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                    logger.warning("clean-up at the KV node failed: %s", error.details())
+                    return
+            await asyncio.sleep(_ROOM_WAIT_MAX_S)
 
     def _holding(self, request_id: str) -> kv.Holding:
         return kv.Holding(request_id=request_id, holder=self._engine.worker_id)

@@ -12,31 +12,37 @@ import ray
 
 from cluster.control.roles import Settings, run_role
 from kvstore.directory.membership import Member
+from kvstore.engine.spawned import after_imports, put_off_collection
 
 
 class RoleActor:
     """Runs `role` from construction on, so that a restart by Ray runs it again.
 
-    A role that fails before it was ready stays to say why; one that fails later ends the process, for Ray to restart.
+    A role that fails at its first start stays to say why; one that fails later ends the process, for Ray to restart.
     Output goes to `log`, of this process and of those that it starts.
     """
 
     def __init__(self, role: str, settings: Settings, log: Path) -> None:
+        put_off_collection()
         _redirect_output(log)
         self._ready: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
         self._task = asyncio.get_running_loop().create_task(self._run(role, settings))
 
     async def _run(self, role: str, settings: Settings) -> None:
         try:
-            await run_role(role, settings, self._ready.set_result)
+            await run_role(role, settings, self._serves)
         except asyncio.CancelledError:
             raise
         except BaseException as failure:  # noqa: BLE001  # the process's edge: whatever ended the role is reported
             traceback.print_exc()
             sys.stderr.flush()
-            if self._ready.done():
+            if self._ready.done() or ray.get_runtime_context().was_current_actor_reconstructed:
                 os._exit(1)
             self._ready.set_exception(RuntimeError(f"{type(failure).__name__}: {failure}"))
+
+    def _serves(self, member: Member) -> None:
+        after_imports()
+        self._ready.set_result(member)
 
     async def ready(self) -> dict[str, Any]:
         """The member, once the role serves. Raises RuntimeError with the reason if it never will."""

@@ -79,6 +79,7 @@ class Driver:
         self._members: dict[str, Member] = {}
         self._node_streams: dict[str, asyncio.Task[None]] = {}
         self._subscribers: set[asyncio.Queue[Command]] = set()
+        self._refused: set[str] = set()
         self._log: TextIO | None = None
         if config.record_events is not None:
             self._log = config.record_events.open("w", buffering=1)
@@ -154,8 +155,26 @@ class Driver:
             if now_here.get(known.id) != known:
                 self._left(known)
         for member in present:
-            if member.id not in self._members:
+            if member.id not in self._members and not self._foreign(member):
                 self._joined(member)
+
+    def _foreign(self, member: Member) -> bool:
+        """Does it serve another model, or in other blocks, than those who are here? Then it is left out."""
+        if member.role == "node" or not self._has_workers():
+            return False
+        here = self.described()
+        same = (member.fingerprint, member.dtype, member.block_tokens) == (
+            here.fingerprint,
+            here.dtype,
+            here.block_tokens,
+        )
+        if not same and member.incarnation not in self._refused:
+            self._refused.add(member.incarnation)
+            logger.error("%s is left out: it serves %s, the cluster %s", member.id, member, here)
+        return not same
+
+    def _has_workers(self) -> bool:
+        return any(member.role != "node" for member in self._members.values())
 
     def _joined(self, member: Member) -> None:
         logger.info("%s %s joined at %s", member.role, member.id, member.address)

@@ -173,7 +173,7 @@ class Conductor:
                 worker.fit = worker.fit.relax()
 
     def _view(self, event: Arrive) -> View:
-        workers = self._workers.values()
+        workers = self._trusted()
         return View(
             now_s=self._now_s,
             config=self.config,
@@ -210,6 +210,12 @@ class Conductor:
 
     # -- following what was placed
 
+    def _trusted(self) -> list[Worker]:
+        """All workers but those that have just failed a request, unless that left a role without any."""
+        trusted = [w for w in self._workers.values() if w.suspect_until_s <= self._now_s]
+        roles = {w.role for w in trusted}
+        return trusted + [w for w in self._workers.values() if w.role not in roles]
+
     def _progress(
         self, event: PrefillStarted | PrefillFinished | DecodeStarted | FirstToken | Finished | Failed
     ) -> list[Command]:
@@ -232,8 +238,15 @@ class Conductor:
                 self._finished(flight, event)
             case Failed():
                 self._counts["failed"] += 1
+                self._suspect(flight, event.stage)
                 self._end(event.request)
         return []
+
+    def _suspect(self, flight: Flight, stage: str) -> None:
+        """The worker that failed gets no work for a while: until its membership would have lapsed."""
+        failed = flight.place.prefill if stage == "prefill" else flight.place.decode
+        if failed in self._workers:
+            self._workers[failed].suspect_until_s = self._now_s + self.config.suspect_s
 
     def _prefill_started(self, flight: Flight) -> None:
         if flight.stage is Stage.QUEUED and flight.place.prefill is not None:

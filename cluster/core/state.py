@@ -48,6 +48,7 @@ class ConductorConfig:
     retry_s_max: float = 60.0
     retry_s_no_worker: float = 5.0
     snapshot_retry_s: float = 2.0
+    suspect_s: float = 5.0
     explained_max: int = 8
     memory: Link = Link(latency_s=1e-4, bytes_per_s=5e9)
     network: Link = Link(latency_s=1e-3, bytes_per_s=1e9)
@@ -74,6 +75,7 @@ class Worker:
     context_tokens: int = 0
     running: RequestId | None = None
     running_since_s: float = 0.0
+    suspect_until_s: float = 0.0
 
     def queue_s(self, now_s: float) -> float:
         """Predicted seconds until everything placed here is prefilled; the running one counts for what is left."""

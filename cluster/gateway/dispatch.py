@@ -11,8 +11,9 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
@@ -22,7 +23,6 @@ from cluster.core.commands import Abort, Place, Reject, RetryAfter
 from cluster.core.events import (
     Aborted,
     Arrive,
-    DecodeStarted,
     Event,
     Failed,
     Finished,
@@ -36,14 +36,11 @@ from cluster.gateway.request import GenerateRequest, Overloaded, Unavailable, Un
 from decode_worker import decode_pb2
 from decode_worker.decode_pb2_grpc import DecodeWorkerStub
 from kvstore.core.blocks import BlockHash, ChainRoot, RequestId, block_hashes, tail_hash
-from kvstore.engine.wire import decode_output, encode_params
+from kvstore.engine.wire import RequestOutput, RequestOutputKind, decode_output, encode_params
 from kvstore.transfer import kv_pb2 as kv
 from kvstore.transfer.server import OPTIONS
 from prefill_worker import prefill_pb2
 from prefill_worker.prefill_pb2_grpc import PrefillWorkerStub
-
-if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +48,8 @@ _ATTEMPTS_MAX = 3
 _HISTORY_MAX = 1000
 _POLL_S = 0.5
 _CONDUCTOR_CALL_S = 10.0
-_LOAD_TIMEOUT_S = 600.0
+_LOAD_TIMEOUT_S = 600.0  # from the plan to the KV: the prefill's queue is in it
+_REQUEST_S_MAX = 3600.0
 
 
 class WorkerLost(Exception):  # noqa: N818  # an event to react to
@@ -129,44 +127,42 @@ class ClusterBackend:
             "attempts": story.attempts,
         }
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator["RequestOutput", None]:
-        description = self._description()
-        root, chain = _chain(request, description)
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
+        root, chain = _chain(request, self._description())
         story = self._begin(request)
         try:
             for number in range(1, _ATTEMPTS_MAX + 1):
                 attempt = await self._place(request, number, chain, story)
                 try:
-                    async for output in self._run(attempt, root, chain, story):
-                        yield output
+                    async with aclosing(self._run(attempt, root, chain, story)) as outputs:
+                        async for output in outputs:
+                            yield output
                 except WorkerLost as lost:
-                    self._report(
-                        Failed(
-                            request=RequestId(request.request_id),
-                            attempt=number,
-                            stage=lost.stage,
-                            reason=str(lost),
-                        )
-                    )
-                    attempt.story["failed"] = f"{lost.stage}: {lost}"
-                    if story.first_token_s is not None:
-                        raise Unavailable(
-                            f"the {lost.stage} worker was lost in the middle of the answer: {lost}"
-                        ) from lost
-                    logger.warning("request %s attempt %d: %s", request.request_id, number, lost)
+                    self._lost(attempt, story, lost)
                 else:
-                    story.outcome = "finished"
                     return
             raise Unavailable(f"no worker could serve the request in {_ATTEMPTS_MAX} attempts")
         except (asyncio.CancelledError, GeneratorExit):
-            story.outcome = "aborted"
-            self._report(Aborted(request=RequestId(request.request_id)))
+            if story.outcome == "running":
+                story.outcome = "aborted"
+                self._report(Aborted(request=RequestId(request.request_id)))
             raise
         except Exception as refused:
             story.outcome = f"{type(refused).__name__}: {refused}"
             raise
         finally:
             story.finished_s = time.time() - story.arrived_s
+
+    def _lost(self, attempt: _Attempt, story: Story, lost: WorkerLost) -> None:
+        """Tells the conductor. Raises Unavailable when the client has tokens already: then there is no second try."""
+        name = RequestId(attempt.request.request_id)
+        self._report(Failed(request=name, attempt=attempt.number, stage=lost.stage, reason=str(lost)))
+        attempt.story["failed"] = f"{lost.stage}: {lost}"
+        logger.warning("request %s attempt %d: %s", name, attempt.number, lost)
+        if story.first_token_s is not None:
+            raise Unavailable(
+                f"the {lost.stage} worker was lost in the middle of the answer: {lost}"
+            ) from lost
 
     # -- one attempt --------------------------------------------------------------------------------------------
 
@@ -183,7 +179,9 @@ class ClusterBackend:
             slo=Slo(ttft_s=request.ttft_slo_s, tbt_s=request.tbt_slo_s),
         )
         try:
-            decision = await self._conductor().Decide(_message(arrival), timeout=_CONDUCTOR_CALL_S)
+            decision = await self._conductor().Decide(
+                _message(arrival), timeout=_CONDUCTOR_CALL_S, wait_for_ready=True
+            )
         except grpc.aio.AioRpcError as error:
             raise Unavailable(f"the conductor does not answer: {error.details()}") from error
         data = json.loads(decision.command_json)
@@ -199,23 +197,26 @@ class ClusterBackend:
 
     async def _run(
         self, attempt: _Attempt, root: BlockHash, chain: tuple[BlockHash, ...], story: Story
-    ) -> AsyncGenerator["RequestOutput", None]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Prefill and decode side by side; the prefill's call lives until the decode side has the KV."""
         key = (attempt.request.request_id, attempt.number)
         ended = self._running[key] = asyncio.Event()
+        stop = asyncio.create_task(ended.wait())
         prefill: asyncio.Task[None] | None = None
         plan: asyncio.Future[list[kv.Slot]] = asyncio.get_running_loop().create_future()
         try:
             if attempt.place.prefill is not None:
                 prefill = asyncio.create_task(self._prefill(attempt, root, chain, plan))
-                slots = await _first(plan, prefill, ended)
+                slots = await _first(plan, prefill, stop)
             else:
                 slots = []
                 attempt.cached_tokens = attempt.place.cached_tokens_expected
-            async for output in self._decode(attempt, slots, chain, prefill, ended, story):
-                yield output
+            async with aclosing(self._decode(attempt, slots, chain, prefill, stop, story)) as outputs:
+                async for output in outputs:
+                    yield output
         finally:
-            del self._running[key]
+            stop.cancel()
+            self._running.pop(key, None)
             attempt.loaded.set()
             if prefill is not None:
                 prefill.cancel()
@@ -231,21 +232,27 @@ class ClusterBackend:
         """Runs the prompt; then keeps the hand-off's lease until the decode side has loaded."""
         request, tokens = attempt.request, attempt.request.token_ids
         tail = tokens[len(chain) * self._description().block_tokens :]
-        parent = chain[-1] if chain else root
+        tail_name = (
+            tail_hash(chain[-1] if chain else root, tail, RequestId(request.request_id)) if tail else b""
+        )
+        names = [*chain, tail_name] if tail else list(chain)
         call = PrefillWorkerStub(self._channel(attempt.prefill_address)).Prefill(
             prefill_pb2.PrefillRequest(
                 request_id=f"{request.request_id}/{attempt.number}",
                 token_ids=tokens,
                 hashes=chain,
-                tail_hash=tail_hash(parent, tail, RequestId(request.request_id)) if tail else b"",
+                tail_hash=tail_name,
                 lease_s=self._lease_s,
-            )
+            ),
+            timeout=_REQUEST_S_MAX,
         )
         try:
             self._report(PrefillStarted(request=RequestId(request.request_id), attempt=attempt.number))
             async for reply in call:
                 if reply.HasField("plan"):
                     slots = list(reply.plan.slots)
+                    if [slot.hash for slot in slots] != names:
+                        raise WorkerLost("prefill", "it planned other blocks than the prompt's")
                     attempt.cached_tokens = self._description().block_tokens * sum(
                         slot.filled for slot in slots
                     )
@@ -256,7 +263,7 @@ class ClusterBackend:
                     return
             raise WorkerLost("prefill", "the call ended before the prompt was done")
         except grpc.aio.AioRpcError as error:
-            raise WorkerLost("prefill", f"{error.code().name}: {error.details()}") from error
+            raise _lost_or_refused("prefill", error) from error
         finally:
             call.cancel()
 
@@ -264,6 +271,7 @@ class ClusterBackend:
         attempt.story["prefill"] = {
             "worker": attempt.place.prefill,
             "seconds": done.prefill_s,
+            "queue_s": done.queue_s,
             "cached_tokens": done.cached_tokens,
             "computed_tokens": done.computed_tokens,
             "kv_bytes": done.kv_bytes,
@@ -285,49 +293,56 @@ class ClusterBackend:
         slots: list[kv.Slot],
         chain: tuple[BlockHash, ...],
         prefill: asyncio.Task[None] | None,
-        ended: asyncio.Event,
+        stop: asyncio.Task[Any],
         story: Story,
-    ) -> AsyncGenerator["RequestOutput", None]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         request = attempt.request
+        streamed = request.sampling_params.clone()
+        streamed.output_kind = (
+            RequestOutputKind.DELTA
+        )  # times and leases need each token, whoever wants the whole
         call = DecodeWorkerStub(self._channel(attempt.decode_address)).Decode(
             decode_pb2.DecodeRequest(
                 request_id=f"{request.request_id}/{attempt.number}",
                 token_ids=request.token_ids,
-                sampling_params=encode_params(request.sampling_params),
+                sampling_params=encode_params(streamed),
                 slots=slots,
                 hashes=() if slots else chain,
                 load_timeout_s=_LOAD_TIMEOUT_S,
-            )
+                reasoning_ended=request.reasoning_ended,
+                reasoning_parser_kwargs_json=json.dumps(dict(request.reasoning_parser_kwargs or {})),
+            ),
+            timeout=_REQUEST_S_MAX,
         )
-        clock = _TokenClock()
+        clock, answer = _TokenClock(), Answer(request.sampling_params.output_kind)
         try:
-            self._report(DecodeStarted(request=RequestId(request.request_id), attempt=attempt.number))
             while True:
-                reply = await _first(call.read(), prefill, ended)
+                reply = await _first(call.read(), None if attempt.loaded.is_set() else prefill, stop)
                 if reply is grpc.aio.EOF:
                     raise WorkerLost("decode", "the call ended before the answer")
                 output = decode_output(reply.output, request.request_id, None, list(request.token_ids))
                 output.num_cached_tokens = attempt.cached_tokens  # reuse, not the hand-off
-                if story.first_token_s is None:
-                    story.first_token_s = time.time() - story.arrived_s
-                    self._report(
-                        FirstToken(
-                            request=RequestId(request.request_id),
-                            attempt=attempt.number,
-                            ttft_s=story.first_token_s,
-                        )
-                    )
+                self._note_first_token(attempt, story)
                 attempt.loaded.set()
-                story.output_tokens = clock.count(output, request.sampling_params.output_kind)
-                if output.finished:
+                story.output_tokens = clock.count(sum(len(one.token_ids) for one in output.outputs))
+                finished = output.finished
+                if finished:
+                    story.outcome = "finished"
                     self._answered(attempt, reply, clock)
-                yield output
-                if output.finished:
+                if (whole := answer.add(output)) is not None:
+                    yield whole
+                if finished:
                     return
         except grpc.aio.AioRpcError as error:
-            raise WorkerLost("decode", f"{error.code().name}: {error.details()}") from error
+            raise _lost_or_refused("decode", error) from error
         finally:
             call.cancel()
+
+    def _note_first_token(self, attempt: _Attempt, story: Story) -> None:
+        if story.first_token_s is None:
+            story.first_token_s = time.time() - story.arrived_s
+            name = RequestId(attempt.request.request_id)
+            self._report(FirstToken(request=name, attempt=attempt.number, ttft_s=story.first_token_s))
 
     def _answered(self, attempt: _Attempt, reply: decode_pb2.DecodeReply, clock: "_TokenClock") -> None:
         loaded = reply.loaded
@@ -422,10 +437,11 @@ class ClusterBackend:
         return story
 
 
-async def _first(awaited: "Awaitable[Any]", prefill: asyncio.Task[None] | None, ended: asyncio.Event) -> Any:
+async def _first(
+    awaited: "Awaitable[Any]", prefill: asyncio.Task[None] | None, stop: asyncio.Task[Any]
+) -> Any:
     """The result of `awaited`, unless the prefill fails or the conductor ends the attempt before it is there."""
     task = asyncio.ensure_future(awaited)
-    stop = asyncio.create_task(ended.wait())
     waiting: set[asyncio.Future[Any]] = {task, stop}
     if prefill is not None and not prefill.done():
         waiting.add(prefill)
@@ -437,20 +453,25 @@ async def _first(awaited: "Awaitable[Any]", prefill: asyncio.Task[None] | None, 
             if stop in done:
                 raise WorkerLost("placement", "the conductor ended the attempt")
             assert prefill is not None
-            if prefill.exception() is not None:
-                await prefill
+            await prefill  # raises why it failed
             waiting.discard(prefill)
     finally:
-        stop.cancel()
         if not task.done():
             task.cancel()
+
+
+def _lost_or_refused(stage: str, error: grpc.aio.AioRpcError) -> Exception:
+    """A worker's refusal of the request itself is the client's answer; everything else is a lost worker."""
+    if error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE):
+        return UnservedRequest(error.details() or "the request cannot be served")
+    return WorkerLost(stage, f"{error.code().name}: {error.details()}")
 
 
 def _chain(
     request: GenerateRequest, description: control.Description
 ) -> tuple[BlockHash, tuple[BlockHash, ...]]:
     """The root and the names of the prompt's full blocks, salted by tenant and by the client's own salt."""
-    salt = "/".join(filter(None, (request.tenant, request.cache_salt)))
+    salt = json.dumps([request.tenant, request.cache_salt])
     root = ChainRoot(
         model=description.model_fingerprint,
         dtype=description.dtype,
@@ -475,6 +496,27 @@ def _missing(status: dict[str, Any]) -> str:
     return ", ".join(missing)
 
 
+class Answer:
+    """Turns the worker's deltas into what the edge asked for: deltas, or the whole at the end."""
+
+    def __init__(self, kind: RequestOutputKind) -> None:
+        self._kind = kind
+        self._whole: RequestOutput | None = None
+
+    def add(self, delta: RequestOutput) -> RequestOutput | None:
+        """What the edge gets now, if anything."""
+        if self._kind is RequestOutputKind.DELTA:
+            return delta
+        if self._whole is None:
+            self._whole = delta
+        else:
+            self._whole.add(delta, aggregate=True)
+        self._whole.outputs.sort(key=lambda one: one.index)
+        if self._kind is RequestOutputKind.FINAL_ONLY and not self._whole.finished:
+            return None
+        return self._whole
+
+
 class _TokenClock:
     """Counts an answer's tokens and the gaps between them."""
 
@@ -483,11 +525,9 @@ class _TokenClock:
         self._gaps_s: list[float] = []
         self._last_s: float | None = None
 
-    def count(self, output: "RequestOutput", kind: Any) -> int:
-        """Tokens so far over all n answers. Several tokens in one output share its gap."""
+    def count(self, new: int) -> int:
+        """Tokens so far, over all n answers. Several tokens in one output share its gap."""
         now_s = time.monotonic()
-        here = sum(len(one.token_ids) for one in output.outputs)
-        new = here if kind.name == "DELTA" else max(0, here - self.tokens)
         if new and self._last_s is not None:
             self._gaps_s.extend([(now_s - self._last_s) / new] * new)
         if new:

@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 
 logger = logging.getLogger(__name__)
 
-LEASE_S = 3.0
+LEASE_S = 10.0
 _RENEW_S = 1.0
 
 

@@ -3,10 +3,12 @@
 import asyncio
 import logging
 import os
+import select
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import psutil
@@ -16,10 +18,11 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from kvstore.core.blocks import KVLayout, WorkerId
-from kvstore.engine.fingerprint import model_fingerprint
+from kvstore.engine.fingerprint import model_fingerprint, weights_folder
 from kvstore.engine.launch import Role, engine_args, kv_layout, with_connector
 from kvstore.engine.plan import KVPlan
 from kvstore.engine.settings import WorkerSettings
+from kvstore.engine.spawned import as_main_of_children
 from kvstore.tiers.dram import Arena, ArenaShape
 from kvstore.transfer import kv_pb2 as pb
 from kvstore.transfer.kv_pb2_grpc import KVNodeStub
@@ -58,6 +61,7 @@ class Engine:
         worker_id: WorkerId,
         fingerprint: str,
         node_id: str,
+        node_pidfd: int,
     ) -> None:
         self._llm = llm
         self._channel = channel
@@ -66,6 +70,7 @@ class Engine:
         self.worker_id = worker_id
         self.fingerprint = fingerprint
         self.node_id = node_id
+        self._node_pidfd = node_pidfd
 
     @classmethod
     async def start(cls, settings: WorkerSettings, role: Role) -> "Engine":
@@ -79,20 +84,30 @@ class Engine:
             wait_for_ready=True,
         )
         path, shape = Path(attached.arena_path), ArenaShape(layout, attached.slots)
-        llm = AsyncLLM.from_engine_args(
-            with_connector(args, layout, path, attached.slots, settings.pool.verify)
-        )
-        children = [child.pid for child in psutil.Process().children(recursive=True)]
-        await node.Watch(pb.WatchRequest(worker_id=settings.worker_id, pids=children))
-        fingerprint = model_fingerprint(Path(llm.model_config.model))
-        return cls(
-            llm, node, channel, Arena.attach(path, shape), settings.worker_id, fingerprint, attached.node_id
-        )
+        with as_main_of_children():
+            llm = AsyncLLM.from_engine_args(
+                with_connector(args, layout, path, attached.slots, settings.pool.verify)
+            )
+        try:
+            fingerprint = model_fingerprint(weights_folder(settings.model))
+            children = [child.pid for child in psutil.Process().children(recursive=True)]
+            await node.Watch(
+                pb.WatchRequest(worker_id=settings.worker_id, pids=children, fingerprint=fingerprint)
+            )
+            arena = Arena.attach(path, shape)
+        except BaseException:
+            llm.shutdown()
+            raise
+        node_pid = os.pidfd_open(attached.pid)
+        return cls(llm, node, channel, arena, settings.worker_id, fingerprint, attached.node_id, node_pid)
 
-    async def until_dead(self) -> None:
-        """Returns when the engine has died (cancel to stop waiting)."""
-        while not self.dead:  # noqa: ASYNC110  # vLLM offers no event for it
+    async def until_dead(self) -> str:
+        """Waits for the end of the engine, or of the node, whose arena ends with it. Returns which (cancel to stop)."""
+        while not self.dead:
+            if select.select([self._node_pidfd], [], [], 0)[0]:
+                return "the KV node has ended"
             await asyncio.sleep(_HEALTH_POLL_S)
+        return "the engine has died"
 
     @property
     def layout(self) -> KVLayout:
@@ -111,14 +126,32 @@ class Engine:
         return bool(self._llm.errored)
 
     async def generate(
-        self, token_ids: Sequence[int], params: SamplingParams, request_id: str, plan: KVPlan | None
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str,
+        plan: KVPlan | None,
+        **more: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Runs one request; closing the iterator aborts it. `plan` says which KV to load and save."""
+        """Runs one request; closing the iterator aborts it. `plan` says which KV to load and save.
+
+        `more` goes unchanged to `AsyncLLM.generate`.
+        """
         if plan is not None:
             params = params.clone()
             params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": plan.to_params()}
-        async for output in self._llm.generate({"prompt_token_ids": list(token_ids)}, params, request_id):
-            yield output
+        prompt = {"type": "token", "prompt_token_ids": list(token_ids)}
+        async with aclosing(self._llm.generate(prompt, params, request_id, **more)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def fence(self, plan: KVPlan) -> None:
+        """Makes the engine say, in the arena, that it writes no more for `plan`, whatever it had seen of it.
+
+        Call it when the request's generator is closed: what is said travels behind the abort on the same queue.
+        """
+        if not self.dead:
+            await self._llm.notify_kv_transfer_request_rejected(f"fence-{plan.request}", plan.to_params())
 
     def counters(self) -> EngineCounters:
         samples = {
@@ -142,5 +175,6 @@ class Engine:
 
     async def close(self) -> None:
         """Stops the engine's processes."""
+        os.close(self._node_pidfd)
         await asyncio.to_thread(self._llm.shutdown)
         await self._channel.close()

@@ -18,6 +18,15 @@ _NAMES_ONLY = {
 }
 
 
+def weights_folder(model: str) -> Path:
+    """Where the weights lie: the folder itself, or where a hub id was downloaded to."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, local_files_only=True))
+
+
 def model_fingerprint(model: Path) -> str:
     """32 hex digits naming the configuration and weights in the folder `model`.
 

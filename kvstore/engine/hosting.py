@@ -16,7 +16,7 @@ from kvstore.transfer.server import serving
 
 
 class EngineDiedError(RuntimeError):
-    """The engine's processes are gone; the worker must be started anew."""
+    """The engine or its KV node is gone; the worker must be started anew."""
 
 
 async def host(
@@ -37,8 +37,7 @@ async def host(
         async with serving(settings.address, lambda server: add(server, engine)):
             announcing = asyncio.create_task(keep_announced(redis, settings.cluster, member))
             ready(member)
-            await engine.until_dead()
-            raise EngineDiedError(f"the engine of {settings.worker_id} died")
+            raise EngineDiedError(f"{settings.worker_id} ends: {await engine.until_dead()}")
     finally:
         announcing.cancel()
         await asyncio.gather(announcing, return_exceptions=True)

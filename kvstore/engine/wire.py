@@ -8,7 +8,16 @@ from typing import Any
 import msgspec
 from vllm.logprobs import Logprob, SampleLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+__all__ = [
+    "RequestOutput",
+    "RequestOutputKind",
+    "decode_output",
+    "decode_params",
+    "encode_output",
+    "encode_params",
+]
 
 _params_encoder = msgspec.msgpack.Encoder()
 _params_decoder = msgspec.msgpack.Decoder(SamplingParams)

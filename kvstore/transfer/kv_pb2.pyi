@@ -103,19 +103,23 @@ class AttachReply(_message.Message):
     ARENA_PATH_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     NODE_ID_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
     arena_path: _builtins.str
     slots: _builtins.int
     node_id: _builtins.str
+    pid: _builtins.int
+    """of the node: when it ends, so does the arena"""
     def __init__(
         self,
         *,
         arena_path: _builtins.str = ...,
         slots: _builtins.int = ...,
         node_id: _builtins.str = ...,
+        pid: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_path", b"arena_path", "node_id", b"node_id", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_path", b"arena_path", "node_id", b"node_id", "pid", b"pid", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -127,7 +131,10 @@ class WatchRequest(_message.Message):
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
     PIDS_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
+    fingerprint: _builtins.str
+    """of the worker's model: all workers of a node must agree"""
     @_builtins.property
     def pids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -135,10 +142,11 @@ class WatchRequest(_message.Message):
         *,
         worker_id: _builtins.str = ...,
         pids: _abc.Iterable[_builtins.int] | None = ...,
+        fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pids", b"pids", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "pids", b"pids", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -153,14 +161,11 @@ class ReserveRequest(_message.Message):
     HASHES_FIELD_NUMBER: _builtins.int
     TAIL_HASH_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
-    NO_REUSE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     worker_id: _builtins.str
     tail_hash: _builtins.bytes
     """empty: the prompt ends on a block boundary"""
     lease_s: _builtins.float
-    no_reuse: _builtins.bool
-    """compute everything, whatever is cached"""
     @_builtins.property
     def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     def __init__(
@@ -171,11 +176,10 @@ class ReserveRequest(_message.Message):
         hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         tail_hash: _builtins.bytes = ...,
         lease_s: _builtins.float = ...,
-        no_reuse: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "lease_s", b"lease_s", "no_reuse", b"no_reuse", "request_id", b"request_id", "tail_hash", b"tail_hash", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "lease_s", b"lease_s", "request_id", b"request_id", "tail_hash", b"tail_hash", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

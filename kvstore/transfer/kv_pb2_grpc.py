@@ -102,7 +102,8 @@ class KVNodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """More processes of the worker (engine core, engine worker), known only after the engine has started.
+        """What is known of the worker only after its engine has started: more processes, and its model.
+        FAILED_PRECONDITION when others on this node serve another model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

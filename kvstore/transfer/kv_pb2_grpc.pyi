@@ -36,7 +36,9 @@ class KVNodeStub:
     Attach: _grpc.UnaryUnaryMultiCallable[_kv_pb2.AttachRequest, _kv_pb2.AttachReply]
     """A worker of this machine joins: the node makes the arena on the first call, and watches the pids."""
     Watch: _grpc.UnaryUnaryMultiCallable[_kv_pb2.WatchRequest, _kv_pb2.Empty]
-    """More processes of the worker (engine core, engine worker), known only after the engine has started."""
+    """What is known of the worker only after its engine has started: more processes, and its model.
+    FAILED_PRECONDITION when others on this node serve another model.
+    """
     Reserve: _grpc.UnaryUnaryMultiCallable[_kv_pb2.ReserveRequest, _kv_pb2.SlotList]
     """Slots for a prompt: cached prefix, blocks to fill, tail. RESOURCE_EXHAUSTED when there is no room."""
     Commit: _grpc.UnaryUnaryMultiCallable[_kv_pb2.Holding, _kv_pb2.CommitReply]
@@ -60,7 +62,9 @@ class KVNodeAsyncStub(KVNodeStub):
     Attach: _aio.UnaryUnaryMultiCallable[_kv_pb2.AttachRequest, _kv_pb2.AttachReply]  # type: ignore[assignment]
     """A worker of this machine joins: the node makes the arena on the first call, and watches the pids."""
     Watch: _aio.UnaryUnaryMultiCallable[_kv_pb2.WatchRequest, _kv_pb2.Empty]  # type: ignore[assignment]
-    """More processes of the worker (engine core, engine worker), known only after the engine has started."""
+    """What is known of the worker only after its engine has started: more processes, and its model.
+    FAILED_PRECONDITION when others on this node serve another model.
+    """
     Reserve: _aio.UnaryUnaryMultiCallable[_kv_pb2.ReserveRequest, _kv_pb2.SlotList]  # type: ignore[assignment]
     """Slots for a prompt: cached prefix, blocks to fill, tail. RESOURCE_EXHAUSTED when there is no room."""
     Commit: _aio.UnaryUnaryMultiCallable[_kv_pb2.Holding, _kv_pb2.CommitReply]  # type: ignore[assignment]
@@ -93,7 +97,9 @@ class KVNodeServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kv_pb2.Empty, _abc.Awaitable[_kv_pb2.Empty]]:
-        """More processes of the worker (engine core, engine worker), known only after the engine has started."""
+        """What is known of the worker only after its engine has started: more processes, and its model.
+        FAILED_PRECONDITION when others on this node serve another model.
+        """
 
     @_abc_1.abstractmethod
     def Reserve(
