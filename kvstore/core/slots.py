@@ -161,7 +161,6 @@ class SlotPool:
         hashes: Sequence[BlockHash],
         tail: BlockHash | None,
         expires_s: float,
-        reuse: bool = True,
     ) -> list[SlotRef] | NoRoom | Fenced:
         """Slots for a prompt: its longest committed prefix as it is, the rest and the tail to be filled.
 
@@ -170,7 +169,7 @@ class SlotPool:
         """
         if request in self._filling or (request, writer) in self._leases:
             return Fenced(f"request {request} already has a reservation")
-        found = self._prefix(hashes) if reuse else []
+        found = self._prefix(hashes)
         wanted = len(hashes) - len(found) + (tail is not None)
         kept = {ref.slot for ref in found}
         available = len(self._free) + sum(1 for number in self._idle if number not in kept)

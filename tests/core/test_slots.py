@@ -76,15 +76,6 @@ def test_a_reservation_returns_the_cached_prefix_as_filled_and_the_rest_to_fill_
     assert [(ref.slot, ref.epoch) for ref in refs[:2]] == [(ref.slot, ref.epoch) for ref in first]
 
 
-def test_without_reuse_cached_blocks_are_written_again_elsewhere() -> None:
-    pool = SlotPool(4)
-    first = stored(pool, A, chain(2))
-    refs = pool.reserve(B, PREFILL, chain(2), None, SOON_S, reuse=False)
-    assert isinstance(refs, list)
-    assert not any(ref.filled for ref in refs)
-    assert {ref.slot for ref in refs}.isdisjoint({ref.slot for ref in first})
-
-
 def test_a_hole_in_a_chain_ends_its_prefix() -> None:
     pool = SlotPool(4)
     stored(pool, A, chain(3))

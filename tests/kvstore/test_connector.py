@@ -4,7 +4,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -575,21 +575,29 @@ def used_anew(arena: Arena, blocks: tuple[PlannedBlock, ...]) -> tuple[PlannedBl
     return blocks
 
 
-MISTAKES = [swapped, swapped_with_forged_names, wrong_name, flipped_byte, layers_exchanged, used_anew]
+Mistake = Callable[[Arena, tuple[PlannedBlock, ...]], tuple[PlannedBlock, ...]]
+MISTAKES: dict[Mistake, str] = {
+    swapped: "is another block",
+    swapped_with_forged_names: "does not verify",
+    wrong_name: "block 0 is another block",
+    flipped_byte: "block 0 layer 1 does not verify",
+    layers_exchanged: "block 0 layer 1 does not verify",
+    used_anew: "block 0 is no longer held by its writer",
+}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_mistake_is_reported_and_without_verification_it_would_be_wrong_bytes(
-    mistake: "type[object]", verify: bool
+    mistake: Mistake, verify: bool
 ) -> None:
     layout = layout_of()
     plan, values = plan_of(layout, 8), numbers(8)
     with pool(layout) as arena, engine(arena) as writer, engine(arena, verify) as reader:
         begun(arena, plan.save)
         prefilled(writer, plan, values)
-        blocks = mistake(arena, plan.save)  # type: ignore[call-arg]  # one of the functions above
-        job = job_of(replace(plan, load=blocks, load_tokens=8), layout)  # type: ignore[arg-type]  # as above
+        blocks = mistake(arena, plan.save)
+        job = job_of(replace(plan, load=blocks, load_tokens=8), layout)
         reader.load(job)
         loaded, good = reader.read(list(job.pages), 8), 0
         for index in range(2):
@@ -600,6 +608,7 @@ def test_a_mistake_is_reported_and_without_verification_it_would_be_wrong_bytes(
         assert good < 2, "the mistake made no difference: this test cannot fail"
         if verify:
             assert reader.reports["r"].failed_blocks >= 1
+            assert MISTAKES[mistake] in reader.reports["r"].failure
         else:
             assert reader.failed_pages == set(), "without verification the mistake goes unseen"
             assert reader.reports["r"].failed_blocks == 0

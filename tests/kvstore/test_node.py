@@ -269,6 +269,14 @@ async def test_a_worker_that_died_before_it_was_heard_is_refused(node: Running) 
         await node.stub.Watch(pb.WatchRequest(worker_id=WORKER, pids=[os.getpid()]))
 
 
+async def test_a_worker_that_serves_another_model_is_refused(node: Running) -> None:
+    for worker in (WORKER, READER):
+        await node.attach(worker)
+    await node.stub.Watch(pb.WatchRequest(worker_id=WORKER, pids=[os.getpid()], fingerprint="one"))
+    with refused(PRECONDITION, "serves model another, this node's other workers one"):
+        await node.stub.Watch(pb.WatchRequest(worker_id=READER, pids=[os.getpid()], fingerprint="another"))
+
+
 # -- writing --------------------------------------------------------------------------------------------------------
 
 

@@ -98,16 +98,14 @@ class SlotPoolMachine(RuleBasedStateMachine):
 
     # -- what may happen ----------------------------------------------------------------------------------------
 
-    @rule(r=requests, w=writers, hashes=prefixes, tail=st.booleans(), lease_s=seconds, reuse=st.booleans())
-    def reserve(
-        self, r: RequestId, w: WorkerId, hashes: list[BlockHash], tail: bool, lease_s: float, reuse: bool
-    ) -> None:
+    @rule(r=requests, w=writers, hashes=prefixes, tail=st.booleans(), lease_s=seconds)
+    def reserve(self, r: RequestId, w: WorkerId, hashes: list[BlockHash], tail: bool, lease_s: float) -> None:
         before = self.pool.counts(), self.pool.committed()
-        found = self.pool.reserve(r, w, hashes, TAIL if tail else None, self.now + lease_s, reuse)
+        found = self.pool.reserve(r, w, hashes, TAIL if tail else None, self.now + lease_s)
         if r in self.writing or (r, w) in self.leases:
             assert isinstance(found, Fenced)
             return
-        cached = self.prefix(hashes) if reuse else []
+        cached = self.prefix(hashes)
         names = [*hashes[len(cached) :], *([TAIL] if tail else [])]
         victims = [use for use in self.order if use not in cached]
         free = SIZE - len(self.uses)
