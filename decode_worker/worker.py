@@ -42,8 +42,7 @@ class DecodeWorker(DecodeWorkerServicer):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._requests = 0
-        self._failed_loads = 0
-        self._computed_prompt_tokens = 0
+        self._unplanned_prompt_tokens = 0
 
     async def Decode(self, request: pb.DecodeRequest, context: Context) -> AsyncIterator[pb.DecodeReply]:
         try:
@@ -81,8 +80,7 @@ class DecodeWorker(DecodeWorkerServicer):
         status = {
             **asdict(self._engine.counters()),
             "requests": self._requests,
-            "failed_loads": self._failed_loads,
-            "computed_prompt_tokens": self._computed_prompt_tokens,
+            "unplanned_prompt_tokens": self._unplanned_prompt_tokens,
             "dead": self._engine.dead,
         }
         return pb.StatusReply(status_json=json.dumps(status))
@@ -143,8 +141,7 @@ class DecodeWorker(DecodeWorkerServicer):
         reply = pb.DecodeReply(output=encode_output(output))
         report = LoadReport.from_params(output.kv_transfer_params)
         if report is not None:
-            self._failed_loads += report.failed_blocks
-            self._computed_prompt_tokens += report.computed_tokens
+            await self._engine.drop(report.corrupt)
             loaded_blocks = report.blocks - report.failed_blocks
             external = min(len(request.token_ids), loaded_blocks * self._engine.layout.block_tokens)
             reply.loaded.MergeFrom(

@@ -37,7 +37,6 @@ class PrefillWorker(PrefillWorkerServicer):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._failed_loads = 0
         self._prefills = 0
 
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> AsyncIterator[pb.PrefillReply]:
@@ -64,7 +63,6 @@ class PrefillWorker(PrefillWorkerServicer):
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         status = {
             **asdict(self._engine.counters()),
-            "failed_loads": self._failed_loads,
             "prefills": self._prefills,
             "dead": self._engine.dead,
         }
@@ -119,7 +117,7 @@ class PrefillWorker(PrefillWorkerServicer):
     ) -> pb.Done:
         report = LoadReport.from_params(output.kv_transfer_params)
         assert report is not None, "a planned request ends with a report"
-        self._failed_loads += report.failed_blocks
+        await self._engine.drop(report.corrupt)
         times = output.metrics
         assert times is not None, "engines keep request times"
         return pb.Done(

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -40,9 +41,11 @@ from kvstore.core.blocks import KVLayout
 from kvstore.engine.orphan import exit_with_parent
 from kvstore.engine.plan import KVPlan, LoadReport, PlannedBlock
 from kvstore.engine.spawned import after_imports
+from kvstore.engine.stats import ConnectorMetrics, ConnectorStats
 from kvstore.tiers.dram import Arena, ArenaShape
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -54,7 +57,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FOLLOW_POLL_S = 0.0003
+_FOLLOW_POLL_S = 0.001
+_CORRUPT = "does not verify"
 _NOTHING_LOADED = LoadReport(blocks=0, failed_blocks=0, failure="", kv_bytes=0, load_s=0.0, resident_at=0.0)
 
 
@@ -76,6 +80,10 @@ class LoadJob:
     blocks: tuple[PlannedBlock, ...]
     pages: tuple[int, ...]
     deadline_s: float
+
+    def pages_of(self, index: int, pieces: int) -> tuple[int, ...]:
+        """The pages that block `index` goes to."""
+        return self.pages[index * pieces : (index + 1) * pieces]
 
 
 @dataclass
@@ -155,6 +163,17 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         assert self._scheduler is not None
         return False, self._scheduler.finished(request.request_id, request.kv_transfer_params)
 
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        return self._scheduler.take_stats() if self._scheduler is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
+        return ConnectorStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any) -> ConnectorMetrics:
+        return ConnectorMetrics(*arguments)
+
     # -- worker half ----------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -223,6 +242,7 @@ class _Scheduler:
         self._stopped: list[PlannedBlock] = []
         self._plans: dict[str, KVPlan] = {}
         self._computed: dict[str, int] = {}  # prompt tokens scheduled for computing, by request
+        self._stats = ConnectorStats()
 
     def matched(self, request: str, params: dict[str, Any] | None, computed: int) -> tuple[int, bool]:
         """(tokens to load beyond `computed`, asynchronously). May be asked again and again: changes no decision."""
@@ -244,7 +264,17 @@ class _Scheduler:
         count = -(-plan.load_tokens // self._layout.page_tokens)
         self._jobs.append(LoadJob(request, plan.load, tuple(pages[:count]), plan.deadline_s))
 
+    def take_stats(self) -> ConnectorStats:
+        """What was counted since the last call."""
+        stats, self._stats = self._stats, ConnectorStats()
+        return stats
+
     def loads_ended(self, reports: dict[str, LoadReport]) -> None:
+        for report in reports.values():
+            self._stats.grow("loads", 1)
+            self._stats.grow("loaded_blocks", report.blocks - report.failed_blocks)
+            self._stats.grow("loaded_bytes", report.kv_bytes)
+            self._stats.grow("failed_blocks", report.failed_blocks)
         self._reports.update(
             {request: report for request, report in reports.items() if request in self._plans}
         )
@@ -302,6 +332,7 @@ class _Scheduler:
         if plan is not None and before < plan.prompt_tokens:
             end = min(before + output.num_scheduled_tokens.get(request, 0), plan.prompt_tokens)
             self._computed[request] = self._computed.get(request, 0) + end - before
+            self._stats.grow("computed_prompt_tokens", end - before)
 
     def _saves(self, saving: _Saving, computed: int, scheduled: int) -> Iterable[PageSave]:
         """Pages that this step completes: full ones, and the prompt's last."""
@@ -398,6 +429,7 @@ class _Active:
     done: list[int]
     started_s: float
     failed: set[int] = field(default_factory=set)
+    corrupt: set[int] = field(default_factory=set)
     failure: str = ""
 
     def fail(self, problem: str) -> None:
@@ -415,7 +447,8 @@ class _Active:
 class _Loader:
     """Loads blocks on a thread of its own, following blocks that are still being written.
 
-    A segment is copied when its writer has sealed it, then verified in the copy's source and its epoch read again.
+    A segment is copied when its writer has sealed it; then the copy is verified (on a device: the source) and the
+    slot's epoch read again.
     A failed block stays failed; the others are loaded, since vLLM keeps the good ones before the first failure.
     """
 
@@ -489,6 +522,8 @@ class _Loader:
                     problem = "came too late"
                 if problem:
                     load.failed.add(index)
+                    if problem.endswith(_CORRUPT):
+                        load.corrupt.add(index)
                     load.failure = f"block {index} {problem}"
                 load.done[layer] += 1
 
@@ -501,26 +536,34 @@ class _Loader:
             return "is another block"
         if arena.segment_epoch[block.slot, layer] != block.epoch:
             return "waiting"
-        pieces = self._arena.shape.layout.pieces
-        for piece, page in enumerate(job.pages[index * pieces : (index + 1) * pieces]):
+        pages = job.pages_of(index, arena.shape.layout.pieces)
+        for piece, page in enumerate(pages):
             self._layers[layer][page].copy_(self._slots[block.slot, layer, piece])
         if self._verify and not arena.verify(
-            block.slot, layer, block.epoch, block.hash, arena.payload[block.slot, layer]
+            block.slot, layer, block.epoch, block.hash, self._copied(block, layer, pages)
         ):
-            return f"layer {layer} does not verify"
+            return f"layer {layer} {_CORRUPT}"
         return ""
+
+    def _copied(self, block: PlannedBlock, layer: int, pages: tuple[int, ...]) -> "npt.NDArray[np.uint8]":
+        """The segment as the engine has it; pages that the block does not fill, and device memory, from the slot."""
+        layout = self._arena.shape.layout
+        if self._layers[layer].device.type != "cpu" or len(pages) != layout.pieces:
+            return self._arena.payload[block.slot, layer]
+        copies = [self._layers[layer][page].numpy() for page in pages]
+        whole: npt.NDArray[np.uint8] = copies[0] if len(copies) == 1 else np.concatenate(copies)
+        return whole
 
     def _report(self, load: _Active) -> None:
         now = time.monotonic()
         pieces = self._arena.shape.layout.pieces
-        failed_pages = {
-            page for index in load.failed for page in load.job.pages[index * pieces : (index + 1) * pieces]
-        }
+        failed_pages = {page for index in load.failed for page in load.job.pages_of(index, pieces)}
         loaded = len(load.job.blocks) - len(load.failed)
         report = LoadReport(
             blocks=len(load.job.blocks),
             failed_blocks=len(load.failed),
             failure=load.failure,
+            corrupt=tuple(load.job.blocks[index].hash.hex() for index in sorted(load.corrupt)),
             kv_bytes=loaded * self._arena.shape.layout.block_bytes,
             load_s=now - load.started_s,
             resident_at=now,

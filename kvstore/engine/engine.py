@@ -23,6 +23,7 @@ from kvstore.engine.launch import Role, engine_args, kv_layout, with_connector
 from kvstore.engine.plan import KVPlan
 from kvstore.engine.settings import WorkerSettings
 from kvstore.engine.spawned import as_main_of_children
+from kvstore.engine.stats import COUNTED, PREFIX
 from kvstore.tiers.dram import Arena, ArenaShape
 from kvstore.transfer import kv_pb2 as pb
 from kvstore.transfer.kv_pb2_grpc import KVNodeStub
@@ -35,15 +36,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _HEALTH_POLL_S = 0.5
+_NODE_CALL_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCounters:
-    """vLLM's own counters since the engine started: prompt tokens by where their KV came from, and waiting work."""
+    """The engine's counters since it started: vLLM's own (prompt tokens by where their KV came from as scheduled, work
+    that runs and waits) and our connector's (`kvstore.engine.stats`: what was really computed, loaded and failed).
+    """
 
     prompt_tokens_computed: int
     prompt_tokens_from_own_cache: int
     prompt_tokens_from_pool: int
+    computed_prompt_tokens: int
+    loads: int
+    loaded_blocks: int
+    loaded_bytes: int
+    failed_blocks: int
     running: int
     waiting: int
     kv_usage: float
@@ -153,21 +162,28 @@ class Engine:
         if not self.dead:
             await self._llm.notify_kv_transfer_request_rejected(f"fence-{plan.request}", plan.to_params())
 
+    async def drop(self, corrupt: Sequence[str]) -> None:
+        """Has the node forget blocks (hashes in hex) whose bytes did not verify."""
+        if corrupt:
+            hashes = [bytes.fromhex(name) for name in corrupt]
+            await self.node.Drop(pb.DropRequest(hashes=hashes), timeout=_NODE_CALL_S)
+
     def counters(self) -> EngineCounters:
         samples = {
             (sample.name, sample.labels.get("source", "")): sample.value
             for metric in REGISTRY.collect()
-            if metric.name.startswith("vllm:")
+            if metric.name.startswith(("vllm:", PREFIX))
             for sample in metric.samples
         }
 
-        def value(name: str, source: str = "") -> float:
-            return samples.get((f"vllm:{name}", source), 0.0)
+        def value(name: str, source: str = "", prefix: str = "vllm:") -> float:
+            return samples.get((prefix + name, source), 0.0)
 
         return EngineCounters(
             prompt_tokens_computed=int(value("prompt_tokens_by_source_total", "local_compute")),
             prompt_tokens_from_own_cache=int(value("prompt_tokens_by_source_total", "local_cache_hit")),
             prompt_tokens_from_pool=int(value("prompt_tokens_by_source_total", "external_kv_transfer")),
+            **{name: int(value(f"{name}_total", prefix=PREFIX)) for name in COUNTED},
             running=int(value("num_requests_running")),
             waiting=int(value("num_requests_waiting")),
             kv_usage=value("kv_cache_usage_perc"),

@@ -79,7 +79,8 @@ class LoadReport:
     """How one load ended; travels back in the request's last output.
 
     `computed_tokens` is the number of prompt tokens that the engine's scheduler had computed there (1 when all KV came
-    from the pool: the last one is always computed anew). Failed blocks are computed, not failed.
+    from the pool: the last one is always computed anew). Failed blocks are computed here; `corrupt` names those (in hex) whose
+    bytes were not what their writer had sealed.
     """
 
     blocks: int
@@ -89,6 +90,7 @@ class LoadReport:
     load_s: float
     resident_at: float
     """CLOCK_MONOTONIC seconds when the last segment was in the engine."""
+    corrupt: tuple[str, ...] = ()
     computed_tokens: int = 0
 
     def to_params(self) -> dict[str, Any]:
@@ -98,4 +100,4 @@ class LoadReport:
     def from_params(cls, params: dict[str, Any] | None) -> "LoadReport | None":
         if not params or _KEY not in params or "blocks" not in params[_KEY]:
             return None
-        return cls(**params[_KEY])
+        return cls(**{**params[_KEY], "corrupt": tuple(params[_KEY]["corrupt"])})
