@@ -89,6 +89,7 @@ class Done(_message.Message):
     KV_BYTES_FIELD_NUMBER: _builtins.int
     FAILED_BLOCKS_FIELD_NUMBER: _builtins.int
     LAST_LAYER_AT_FIELD_NUMBER: _builtins.int
+    EARLY_KV_BYTES_FIELD_NUMBER: _builtins.int
     prefill_s: _builtins.float
     """from the engine's first step with it to its last"""
     queue_s: _builtins.float
@@ -102,6 +103,8 @@ class Done(_message.Message):
     """cached blocks that did not verify or came too late"""
     last_layer_at: _builtins.float
     """CLOCK_MONOTONIC seconds when the last segment was sealed (one machine only)"""
+    early_kv_bytes: _builtins.int
+    """of kv_bytes, in the arena before the last chunk's last layer began"""
     def __init__(
         self,
         *,
@@ -112,10 +115,11 @@ class Done(_message.Message):
         kv_bytes: _builtins.int = ...,
         failed_blocks: _builtins.int = ...,
         last_layer_at: _builtins.float = ...,
+        early_kv_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "failed_blocks", b"failed_blocks", "kv_bytes", b"kv_bytes", "last_layer_at", b"last_layer_at", "prefill_s", b"prefill_s", "queue_s", b"queue_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "early_kv_bytes", b"early_kv_bytes", "failed_blocks", b"failed_blocks", "kv_bytes", b"kv_bytes", "last_layer_at", b"last_layer_at", "prefill_s", b"prefill_s", "queue_s", b"queue_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

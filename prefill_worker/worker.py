@@ -20,6 +20,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from kvstore.core.blocks import BlockHash, RequestId
 from kvstore.engine.engine import Engine
 from kvstore.engine.plan import KVPlan, LoadReport, PlannedBlock
+from kvstore.tiers.dram import Writing
 from kvstore.transfer import kv_pb2 as kv
 from prefill_worker import prefill_pb2 as pb
 from prefill_worker.prefill_pb2_grpc import PrefillWorkerServicer
@@ -47,11 +48,11 @@ class PrefillWorker(PrefillWorkerServicer):
             yield pb.PrefillReply(plan=pb.Plan(slots=slots))
             submitted = self._plan(request, slots)
             output = await self._compute(request, submitted)
-            sealed_at = time.monotonic()
+            writing = self._engine.arena.writing([block.slot for block in submitted.save])
             await self._engine.node.Commit(self._holding(request.request_id), timeout=_NODE_CALL_S)
             committed = True
             self._prefills += 1
-            yield pb.PrefillReply(done=await self._done(request, submitted, output, sealed_at))
+            yield pb.PrefillReply(done=await self._done(request, submitted, output, writing))
             await asyncio.sleep(request.lease_s)  # the gateway ends the call when the decode side has the KV
         except EngineDeadError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"the prefill engine died: {error}")
@@ -113,7 +114,7 @@ class PrefillWorker(PrefillWorkerServicer):
         )
 
     async def _done(
-        self, request: pb.PrefillRequest, plan: KVPlan, output: RequestOutput, sealed_at: float
+        self, request: pb.PrefillRequest, plan: KVPlan, output: RequestOutput, writing: Writing
     ) -> pb.Done:
         report = LoadReport.from_params(output.kv_transfer_params)
         assert report is not None, "a planned request ends with a report"
@@ -127,7 +128,8 @@ class PrefillWorker(PrefillWorkerServicer):
             computed_tokens=report.computed_tokens,
             kv_bytes=len(plan.save) * self._engine.layout.block_bytes,
             failed_blocks=report.failed_blocks,
-            last_layer_at=sealed_at,
+            last_layer_at=writing.last_sealed_at,
+            early_kv_bytes=writing.early_bytes,
         )
 
     async def _end(self, request_id: str, submitted: KVPlan | None, committed: bool) -> None:

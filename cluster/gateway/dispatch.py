@@ -276,6 +276,8 @@ class ClusterBackend:
             "computed_tokens": done.computed_tokens,
             "kv_bytes": done.kv_bytes,
             "failed_blocks": done.failed_blocks,
+            "last_layer_at": done.last_layer_at,
+            "early_kv_bytes": done.early_kv_bytes,
         }
         self._report(
             PrefillFinished(
@@ -354,6 +356,7 @@ class ClusterBackend:
             "computed_prompt_tokens": loaded.computed_tokens,
             "kv_bytes": loaded.kv_bytes,
             "load_s": loaded.load_s,
+            "resident_at": loaded.resident_at,
             "failed_blocks": loaded.failed_blocks,
             "failure": loaded.failure,
         }

@@ -2,12 +2,13 @@
 
 One file holds a header row per slot, then the slots' payloads:
 
-    header   epoch u64 | stopped u64 | hash 32 bytes | segment_epoch u64[layers] | segment_sum u64[layers]
+    header   epoch u64 | stopped u64 | hash 32 bytes | segment_epoch, segment_sum u64[layers] | segment_at f64[layers]
     payload  [slot][layer][piece][page bytes], 4096-aligned
 
 Who writes what: the node writes `epoch` and `hash` (a new use of the slot, or the end of one); the slot's one
-writer writes payload, then `segment_sum`, then `segment_epoch` of each layer that it has finished, and `stopped`
-when it will write no more; readers write nothing. A segment is complete when `segment_epoch` equals `epoch`.
+writer writes payload, then `segment_sum` and `segment_at` (CLOCK_MONOTONIC seconds), then `segment_epoch` of each
+layer that it has finished, and `stopped` when it will write no more; readers write nothing. A segment is complete
+when `segment_epoch` equals `epoch`.
 
 A checksum is XXH3-64 seeded with the block's name and the layer, so right bytes in a wrong place do not verify.
 The reader's order is: epoch, segment_epoch, copy, checksum, epoch again. Anything odd is a failed segment, and a
@@ -18,6 +19,7 @@ under other processes that still map it.)
 import fcntl
 import mmap
 import os
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +51,7 @@ class ArenaShape:
                 ("hash", "u1", (HASH_BYTES,)),
                 ("segment_epoch", "<u8", (layers,)),
                 ("segment_sum", "<u8", (layers,)),
+                ("segment_at", "<f8", (layers,)),
             ]
         )
 
@@ -67,6 +70,17 @@ class ArenaShape:
         if slots < 1:
             raise ValueError(f"dram_bytes {dram_bytes} holds no block of {layout.block_bytes} bytes")
         return cls(layout, slots)
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """How a finished use was written: when its last segment was sealed (CLOCK_MONOTONIC seconds, 0 for no slots), and
+    how many of its bytes were sealed already when the last chunk's last layer began, that is, when its last layer but
+    one was sealed.
+    """
+
+    last_sealed_at: float
+    early_bytes: int
 
 
 class Arena:
@@ -89,6 +103,7 @@ class Arena:
         self.hash: npt.NDArray[np.uint8] = self.header["hash"]
         self.segment_epoch: npt.NDArray[np.uint64] = self.header["segment_epoch"]
         self.segment_sum: npt.NDArray[np.uint64] = self.header["segment_sum"]
+        self.segment_at: npt.NDArray[np.float64] = self.header["segment_at"]
 
     @classmethod
     def create(cls, path: Path, shape: ArenaShape) -> "Arena":
@@ -165,9 +180,17 @@ class Arena:
     # -- the writer's words ---------------------------------------------------------------------------------
 
     def seal(self, slot: int, layer: int, epoch: int, name: BlockHash) -> None:
-        """The layer's bytes are in the slot: publish their checksum, then the fact."""
+        """The layer's bytes are in the slot: publish their checksum and the time, then the fact."""
         self.segment_sum[slot, layer] = segment_sum(self.payload[slot, layer], name, layer)
+        self.segment_at[slot, layer] = time.monotonic()
         self.segment_epoch[slot, layer] = epoch
+
+    def writing(self, slots: list[int]) -> Writing:
+        """How the writing of these slots went; all of them must be complete."""
+        times_s = self.segment_at[slots]
+        last_layer_began_s = times_s[:, :-1].max(initial=0.0)
+        early = int((times_s <= last_layer_began_s).sum())
+        return Writing(float(times_s.max(initial=0.0)), early * self.shape.layout.segment_bytes)
 
     def stop(self, slot: int, epoch: int) -> None:
         """The writer of this use will write no more. A late word about an old use never hides that of a newer one."""

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore.core.blocks import BlockHash, KVLayout
-from kvstore.tiers.dram import Arena, ArenaShape, segment_sum
+from kvstore.tiers.dram import Arena, ArenaShape, Writing, segment_sum
 
 LAYOUT = KVLayout(layers=3, block_tokens=4, page_tokens=2, page_bytes=24, dtype="float32", packing="test")
 SHAPE = ArenaShape(LAYOUT, slots=4)
@@ -88,6 +89,7 @@ def test_mappings_outlive_the_name(arena: Arena) -> None:
 
 OTHER_PROCESS = """
 import sys
+import time
 from pathlib import Path
 from kvstore.core.blocks import BlockHash, KVLayout
 from kvstore.tiers.dram import Arena, ArenaShape
@@ -219,3 +221,15 @@ def test_a_sum_depends_on_bytes_name_and_layer_and_not_on_where_it_is_taken(aren
     inside = arena.payload[1, 2]
     assert segment_sum(inside, NAME, 2) == segment_sum(inside.copy(), NAME, 2)
     assert len({segment_sum(inside, name, layer) for name in (NAME, OTHER) for layer in (0, 1, 2)}) == 6
+
+
+def test_the_arena_tells_how_a_prompt_was_written(arena: Arena) -> None:
+    """Two chunks of one block each: when the last one's last layer begins, all segments but one are there."""
+    before = time.monotonic()
+    sealed(arena, slot=1)
+    sealed(arena, slot=2, name=OTHER)
+    writing = arena.writing([1, 2])
+    assert before < writing.last_sealed_at <= time.monotonic()
+    assert writing.last_sealed_at == arena.segment_at[2, LAYOUT.layers - 1]
+    assert writing.early_bytes == (2 * LAYOUT.layers - 1) * LAYOUT.segment_bytes
+    assert arena.writing([]) == Writing(last_sealed_at=0.0, early_bytes=0)
