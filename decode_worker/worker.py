@@ -56,6 +56,7 @@ class DecodeWorker(DecodeWorkerServicer):
             await self._follow(slots, deadline_s)
             plan = self._plan(request, slots)
             self._requests += 1
+            self._unplanned_prompt_tokens += 0 if plan is not None else len(request.token_ids)
             loaded: set[int] = set()  # of the n answers, those that have a token
             async with aclosing(
                 self._engine.generate(

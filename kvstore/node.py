@@ -245,6 +245,11 @@ class KVNode(KVNodeServicer):
             expires_s=until_s,
         )
         self._apply()  # evicted slots end before their new use begins
+        if isinstance(found, NoRoom) and found.wanted > pool.size:
+            await context.abort(
+                grpc.StatusCode.OUT_OF_RANGE,
+                f"the prompt needs {found.wanted} blocks of KV, this node's arena has {pool.size} in all",
+            )
         if isinstance(found, NoRoom):
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,

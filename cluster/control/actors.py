@@ -12,7 +12,7 @@ import ray
 
 from cluster.control.roles import Settings, run_role
 from kvstore.directory.membership import Member
-from kvstore.engine.spawned import after_imports, put_off_collection
+from kvstore.engine.spawned import after_imports, before_imports
 
 
 class RoleActor:
@@ -23,7 +23,8 @@ class RoleActor:
     """
 
     def __init__(self, role: str, settings: Settings, log: Path) -> None:
-        put_off_collection()
+        if role in ("prefill", "decode"):
+            before_imports()
         _redirect_output(log)
         self._ready: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
         self._task = asyncio.get_running_loop().create_task(self._run(role, settings))

@@ -65,6 +65,8 @@ class Part:
 class LocalCluster:
     """`start` returns when requests can be served, `stop` when nothing is left. Use as a context manager.
 
+    One at a time in a process, because Ray is one to a process.
+
     `progress` is called with the parts whenever one changes, and at least every few tenths of a second while waiting.
     """
 
@@ -79,6 +81,7 @@ class LocalCluster:
         self._gateway: subprocess.Popen[bytes] | None = None
         self._actors: dict[str, Any] = {}
         self._ray_started = False
+        self._strangers = {child.pid for child in psutil.Process().children(recursive=True)}
         self._seen: dict[int, psutil.Process] = {}
         self._socket: socket.socket | None = None
         self.model = ""
@@ -107,7 +110,8 @@ class LocalCluster:
 
     def start(self) -> None:
         """Raises PartFailedError naming the part, OSError when the gateway's port is taken, ModelError."""
-        (self.run_dir / "logs").mkdir()
+        for folder in ("logs", "tmp"):
+            (self.run_dir / folder).mkdir()
         self.model = str(resolve_model(self.config.model))
         self._bind()
         self._start_gateway()  # first: it takes longest, and needs nothing of the others until it serves
@@ -175,6 +179,8 @@ class LocalCluster:
         part = self._part("ray", "loopback")
         import ray
 
+        if ray.is_initialized():
+            raise self._failed(part, "this process runs a Ray cluster already; start one cluster a process")
         try:
             ray.init(
                 address="local",
@@ -322,7 +328,8 @@ class LocalCluster:
     def _remember(self) -> None:
         """Notes all descendants, so that those which lose their parent are still found."""
         for process in psutil.Process().children(recursive=True):
-            self._seen.setdefault(process.pid, process)
+            if process.pid not in self._strangers:
+                self._seen.setdefault(process.pid, process)
 
     def _kill_leftovers(self) -> None:
         left = [process for process in self._seen.values() if process.is_running()]
@@ -341,6 +348,7 @@ class LocalCluster:
             **hub_environment(known),
             "RAY_USAGE_STATS_ENABLED": "0",
             "PYTHONUNBUFFERED": "1",
+            "TMPDIR": str(self.run_dir / "tmp"),  # vLLM's sockets and files go with the run folder
         }
 
     def _address(self, name: str) -> str:

@@ -45,6 +45,7 @@ from prefill_worker.prefill_pb2_grpc import PrefillWorkerStub
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS_MAX = 3
+_RETRY_PAUSE_S = 1.0
 _HISTORY_MAX = 1000
 _POLL_S = 0.5
 _CONDUCTOR_CALL_S = 10.0
@@ -72,6 +73,7 @@ class Story:
     finished_s: float | None = None
     output_tokens: int = 0
     outcome: str = "running"
+    delivered: bool = False  # something has reached the client's side of the gateway
 
 
 @dataclass(slots=True)
@@ -132,6 +134,7 @@ class ClusterBackend:
         story = self._begin(request)
         try:
             for number in range(1, _ATTEMPTS_MAX + 1):
+                await asyncio.sleep(_RETRY_PAUSE_S * (number - 1))
                 attempt = await self._place(request, number, chain, story)
                 try:
                     async with aclosing(self._run(attempt, root, chain, story)) as outputs:
@@ -159,7 +162,7 @@ class ClusterBackend:
         self._report(Failed(request=name, attempt=attempt.number, stage=lost.stage, reason=str(lost)))
         attempt.story["failed"] = f"{lost.stage}: {lost}"
         logger.warning("request %s attempt %d: %s", name, attempt.number, lost)
-        if story.first_token_s is not None:
+        if story.delivered:
             raise Unavailable(
                 f"the {lost.stage} worker was lost in the middle of the answer: {lost}"
             ) from lost
@@ -332,6 +335,7 @@ class ClusterBackend:
                     story.outcome = "finished"
                     self._answered(attempt, reply, clock)
                 if (whole := answer.add(output)) is not None:
+                    story.delivered = True
                     yield whole
                 if finished:
                     return

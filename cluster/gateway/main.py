@@ -2,19 +2,12 @@
 
 import asyncio
 import contextlib
-import gc
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-gc.disable()  # until the imports are done: they take a third longer with it
-
-import uvicorn  # noqa: E402  # after the line above, by intent
-
-from cluster.gateway.app import create_app  # noqa: E402  # as above
-from cluster.gateway.dispatch import ClusterBackend  # noqa: E402  # as above
-from cluster.gateway.request import GatewayConfig  # noqa: E402  # as above
+from kvstore.engine.spawned import after_imports, before_imports
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +27,13 @@ class GatewaySettings:
 
 async def run(settings: GatewaySettings) -> None:
     """Serves until SIGINT or SIGTERM; open answers get a moment to end."""
+    before_imports()
+    import uvicorn
+
+    from cluster.gateway.app import create_app
+    from cluster.gateway.dispatch import ClusterBackend
+    from cluster.gateway.request import GatewayConfig
+
     backend = ClusterBackend(settings.conductor_address, settings.handoff_lease_s)
     config = GatewayConfig(
         model=settings.model,
@@ -52,8 +52,7 @@ async def run(settings: GatewaySettings) -> None:
             timeout_graceful_shutdown=3,
         )
     )
-    gc.freeze()
-    gc.enable()
+    after_imports()
     background = asyncio.create_task(backend.run())
     try:
         await server.serve()

@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -551,8 +551,8 @@ class _Loader:
         if self._layers[layer].device.type != "cpu" or len(pages) != layout.pieces:
             return self._arena.payload[block.slot, layer]
         copies = [self._layers[layer][page].numpy() for page in pages]
-        whole: npt.NDArray[np.uint8] = copies[0] if len(copies) == 1 else np.concatenate(copies)
-        return whole
+        whole = copies[0] if len(copies) == 1 else np.concatenate(copies)
+        return cast("npt.NDArray[np.uint8]", whole)
 
     def _report(self, load: _Active) -> None:
         now = time.monotonic()

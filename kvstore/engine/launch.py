@@ -37,6 +37,7 @@ def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> di
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": inherited.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "TOKENIZERS_PARALLELISM": "false",
+        "TORCHDYNAMO_DISABLE": "1",  # engines run eagerly; see kvstore/engine/spawned.py
     }
     openmp = _intel_openmp()
     if openmp is not None:
@@ -50,6 +51,7 @@ def engine_args(model: str, config: EngineConfig, role: Role) -> "AsyncEngineArg
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
+    on_cpu = current_platform.is_cpu()
     batch_max = config.prefill_batch_max if role == "prefill" else config.decode_batch_max
     return AsyncEngineArgs(
         model=model,
@@ -58,14 +60,20 @@ def engine_args(model: str, config: EngineConfig, role: Role) -> "AsyncEngineArg
         block_size=config.page_tokens,
         max_model_len=config.max_model_len,
         max_num_seqs=batch_max,
-        max_num_batched_tokens=max(config.prefill_chunk_tokens, batch_max),
+        # vLLM 0.32 cannot take back the draw of a seeded request after part of its prompt on a CPU (its sampler asks
+        # the generator for an offset, and the engine dies), so an engine that samples there takes prompts whole.
+        enable_chunked_prefill=role == "prefill" or not on_cpu,
+        max_num_batched_tokens=(
+            max(config.prefill_chunk_tokens, batch_max) if role == "prefill" or not on_cpu else None
+        ),
         enable_prefix_caching=False,
         enforce_eager=True,
         disable_log_stats=False,
         # On a CPU the model runs inside the engine core's process: one import of vLLM less to wait for at start, one
         # hop less a step. `engine_environment` sets the switch that vLLM wants for it.
-        distributed_executor_backend="uni" if current_platform.is_cpu() else None,
+        distributed_executor_backend="uni" if on_cpu else None,
         generation_config="auto",
+        skip_tokenizer_init=role == "prefill",  # it sees token ids only
     )
 
 
