@@ -78,14 +78,15 @@ class RunningCluster:
             f"MOONPOOL_{name.upper()}": str(value)
             for name, value in flattened(json.loads(config.model_dump_json(exclude_none=True)))
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "cluster.cli", "up"],
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, **environment, "TMPDIR": str(folder)},
-            stdout=subprocess.PIPE,
-            stderr=(folder / "said").open("wb"),
-            text=True,
-        )
+        with (folder / "said").open("wb") as said:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "cluster.cli", "up"],
+                cwd=Path(__file__).parents[2],
+                env={**os.environ, **environment, "TMPDIR": str(folder)},
+                stdout=subprocess.PIPE,
+                stderr=said,
+                text=True,
+            )
 
     def wait_ready(self) -> None:
         assert self._process.stdout is not None
