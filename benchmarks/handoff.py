@@ -128,7 +128,7 @@ def _handoff(cluster: LocalCluster, prompt: list[int]) -> Handoff:
     response = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=_TIMEOUT_S)
     response.raise_for_status()
     time.sleep(_SETTLE_S)
-    identity = response.json()["id"]
+    identity = f"{response.json()['id']}-0"  # a completion has one request a prompt
     story = httpx.get(f"{cluster.url}/moonpool/v1/requests/{identity}", timeout=10).json()
     (attempt,) = story["attempts"]
     prefill, decode = attempt["prefill"], attempt["decode"]
