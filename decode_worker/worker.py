@@ -19,7 +19,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from decode_worker import decode_pb2 as pb
 from decode_worker.decode_pb2_grpc import DecodeWorkerServicer
 from kvstore.core.blocks import BlockHash, RequestId
-from kvstore.engine.engine import Engine
+from kvstore.engine.engine import KVEngine
 from kvstore.engine.plan import KVPlan, LoadReport, PlannedBlock
 from kvstore.engine.wire import decode_params, encode_output
 from kvstore.transfer import kv_pb2 as kv
@@ -39,7 +39,7 @@ _SUBMIT_AT = 0.9
 class DecodeWorker(DecodeWorkerServicer):
     """The service over one engine."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: KVEngine) -> None:
         self._engine = engine
         self._requests = 0
         self._unplanned_prompt_tokens = 0

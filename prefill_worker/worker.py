@@ -18,7 +18,7 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvstore.core.blocks import BlockHash, RequestId
-from kvstore.engine.engine import Engine
+from kvstore.engine.engine import KVEngine
 from kvstore.engine.plan import KVPlan, LoadReport, PlannedBlock
 from kvstore.tiers.dram import Writing
 from kvstore.transfer import kv_pb2 as kv
@@ -36,7 +36,7 @@ _NODE_CALL_S = 5.0
 class PrefillWorker(PrefillWorkerServicer):
     """The service over one engine. A call's life is the hand-off's life: when the gateway ends it, leases end."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: KVEngine) -> None:
         self._engine = engine
         self._prefills = 0
 

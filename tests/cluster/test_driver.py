@@ -1,0 +1,98 @@
+"""The live conductor: who is in, what it survives, and that what it decided can be decided again from its log."""
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+
+from cluster.config import SchedulingConfig
+from cluster.core.conductor import Conductor
+from cluster.core.log import replay
+from cluster.core.state import ConductorConfig
+from kvstore.engine.fake import fake_answer
+
+if TYPE_CHECKING:
+    from tests.cluster.conftest import SmallCluster, Start
+
+
+def prompt(seed: int, tokens: int = 26) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(50_000) for _ in range(tokens)]
+
+
+async def test_a_conductor_that_restarts_is_found_again(start: "Start") -> None:
+    cluster = await start(prefill=2, decode=2, decode_step_s=0.1)
+    into: list[int] = []
+    streaming = asyncio.create_task(cluster.stream(prompt(0), into, tokens=20))
+    await asyncio.sleep(0.5)
+    await cluster.stop_conductor()
+    waiting = asyncio.create_task(cluster.answered_right(prompt(1)))
+    await asyncio.sleep(0.3)
+    await cluster.start_conductor(SchedulingConfig())
+    await cluster.known(5)
+    await cluster.answered_right(prompt(2))
+    await streaming
+    layout = cluster.workers["decode-0"].engine.layout
+    assert into == fake_answer(layout, prompt(0), 20), "an answer under way needs no conductor"
+    await waiting
+    await cluster.settled()
+    again = await cluster.answered_right([*prompt(2)[:24], 7])
+    assert again.num_cached_tokens == 24, "what the node holds was learnt anew"
+
+
+async def test_a_worker_of_another_model_is_left_out(start: "Start") -> None:
+    cluster = await start(prefill=1, decode=1)
+    with pytest.raises(grpc.aio.AioRpcError, match="serves model other, this node's other workers fake"):
+        await cluster.start_worker("decode", "decode-1", fingerprint="other")
+    cluster.announce(cluster.member("decode", "decode-2", fingerprint="other"))
+    await cluster.start_worker("decode", "decode-3")
+    await cluster.known(4)
+    assert {member["id"] for member in cluster.driver.status()["members"]} == {
+        "decode-0",
+        "decode-3",
+        "node-0",
+        "prefill-0",
+    }
+    await asyncio.gather(*(cluster.answered_right(prompt(number)) for number in range(10)))
+
+
+async def test_what_was_decided_is_decided_again_from_the_log(start: "Start", tmp_path: Path) -> None:
+    """Live equals simulated, first form: reuse, a lost worker, a client that leaves, a refusal."""
+    log = tmp_path / "events.jsonl"
+    cluster = await start(prefill=3, decode=3, scheduling=SchedulingConfig(record_events=log))
+    await asyncio.gather(*(cluster.answered_right(prompt(number % 10)) for number in range(30)))
+    cluster.workers["decode-1"].engine.die_after(3)
+    await asyncio.gather(*(cluster.answered_right(prompt(number)) for number in range(20, 26)))
+    leaving = asyncio.create_task(cluster.answer(prompt(0)))
+    await asyncio.sleep(0.01)
+    leaving.cancel()
+    await cluster.workers["prefill-0"].announcing.stop()
+    await cluster.known(6)
+    await cluster.settled()
+    entries = [json.loads(line) for line in log.read_text().splitlines()]
+    kinds = {entry["event"]["type"] for entry in entries}
+    assert kinds >= {"Arrive", "Failed", "Aborted", "WorkerLeft", "BlockStored", "NodeSnapshot", "Finished"}
+    assert not list(replay(entries, fresh(cluster)))
+    assert list(
+        replay([entry for entry in entries if entry["event"]["type"] != "PrefillStarted"], fresh(cluster))
+    )
+
+
+def fresh(cluster: "SmallCluster") -> Conductor:
+    """A conductor as the driver made its own. The policy in use asks for no chance."""
+    layout = cluster.workers["decode-0"].engine.layout
+
+    def no_chance() -> float:
+        raise AssertionError("the load policy leaves nothing to chance")
+
+    config = ConductorConfig(
+        block_tokens=layout.block_tokens,
+        kv_bytes_per_token=layout.block_bytes // layout.block_tokens,
+        policy=SchedulingConfig().policy,
+        inflight_max=SchedulingConfig().inflight_max,
+    )
+    return Conductor(config, no_chance)
