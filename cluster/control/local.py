@@ -36,6 +36,8 @@ _KILL_S = 5.0
 _LOG_LINES = 15
 _RESTARTS_MAX = 100
 _SHM = Path("/dev/shm")
+# A socket's path has at most 107 bytes, of which Ray's own part and our folder's name take up to 86.
+_TEMPORARY_PATH_MAX = 20
 _OBJECT_STORE_BYTES = 80 * 2**20
 
 
@@ -74,7 +76,7 @@ class LocalCluster:
         self, config: ClusterConfig, progress: Callable[[list[Part]], None] = lambda parts: None
     ) -> None:
         self.config = config
-        self.run_dir = Path(tempfile.mkdtemp(prefix="moonpool-"))
+        self.run_dir = _run_folder()
         self.parts: list[Part] = []
         self._progress = progress
         self._valkey: Any = None
@@ -379,6 +381,12 @@ class LocalCluster:
         log = self._log(part.name)
         lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:] if log.exists() else []
         return PartFailedError(part.name, reason, "\n".join(lines))
+
+
+def _run_folder() -> Path:
+    """A new folder; under /tmp where the configured temporary folder is too deep for the paths of Unix sockets."""
+    deep = len(tempfile.gettempdir()) > _TEMPORARY_PATH_MAX
+    return Path(tempfile.mkdtemp(prefix="moonpool-", dir="/tmp" if deep else None))
 
 
 def _innermost(error: BaseException) -> str:
