@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -549,10 +549,9 @@ class _Loader:
         """The segment as the engine has it; pages that the block does not fill, and device memory, from the slot."""
         layout = self._arena.shape.layout
         if self._layers[layer].device.type != "cpu" or len(pages) != layout.pieces:
-            return self._arena.payload[block.slot, layer]
+            return np.asarray(self._arena.payload[block.slot, layer], np.uint8)
         copies = [self._layers[layer][page].numpy() for page in pages]
-        whole = copies[0] if len(copies) == 1 else np.concatenate(copies)
-        return cast("npt.NDArray[np.uint8]", whole)
+        return np.asarray(copies[0] if len(copies) == 1 else np.concatenate(copies), np.uint8)
 
     def _report(self, load: _Active) -> None:
         now = time.monotonic()
