@@ -4,14 +4,17 @@ import json
 import signal
 import sys
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from cluster.config import ClusterConfig, ConfigError, load_config
 
@@ -88,17 +91,22 @@ def up(  # one parameter a flag
 @app.command()
 def status(
     url: Annotated[str, typer.Option(help="the gateway")] = "http://127.0.0.1:8000",
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON, once")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="do not stay; the default where no terminal is")
+    ] = False,
 ) -> None:
-    """Show a running cluster: members, load, pool."""
-    data = _get(f"{url}/moonpool/v1/status")
+    """Show a running cluster until Ctrl-C: members, load, pool."""
+    address, shown = f"{url}/moonpool/v1/status", Console()
     if as_json:
-        print(json.dumps(data, indent=2))
-        return
-    members = data.get("members", [])
-    rows = [(m["id"], m["role"], f"pid {m['pid']}", m["address"]) for m in members]
-    Console().print(_parts_table(rows))
-    Console().print_json(json.dumps(data.get("conductor")))
+        print(json.dumps(_get(address), indent=2))
+    elif once or not shown.is_terminal:
+        shown.print(_cluster_view(_get(address)))
+    else:
+        with Live(console=shown, auto_refresh=False) as live, suppress(KeyboardInterrupt):
+            while True:
+                live.update(_cluster_view(_get(address)), refresh=True)
+                time.sleep(1.0)
 
 
 @app.command()
@@ -134,9 +142,34 @@ def _parts_table(rows: list[tuple[str, str, str, str]]) -> Table:
     return table
 
 
-def _seconds(part: Any) -> str:
-    import time
+def _cluster_view(data: dict[str, Any]) -> Group:
+    """One row a member with its load; what the conductor counts goes below. `data` is what the gateway's status says."""
+    conductor = data.get("conductor") or {"workers": [], "nodes": [], "inflight": {}, "counts": {}}
+    workers = {row["worker"]: row for row in conductor["workers"]}
+    nodes = {row["node"]: row for row in conductor["nodes"]}
+    table = Table(box=None, padding=(0, 2))
+    for heading in ("member", "role", "load", "pid", "address"):
+        table.add_column(heading)
+    for member in sorted(data.get("members", []), key=lambda member: str(member["id"])):
+        name, load = member["id"], ""
+        if name in workers:
+            row = workers[name]
+            waits = (
+                f"{row['queue_s']:.1f} s queued"
+                if row["role"] == "prefill"
+                else f"{row['context_tokens']} tokens"
+            )
+            load = f"{row['requests']} requests, {waits}"
+        elif name in nodes:
+            load = f"{nodes[name]['blocks']} blocks"
+        table.add_row(name, member["role"], load, str(member["pid"]), member["address"])
+    counted = (
+        " · ".join(f"{n} {what}" for what, n in conductor[each].items()) for each in ("inflight", "counts")
+    )
+    return Group(table, *(Text(f"  {line}", style="dim") for line in counted))
 
+
+def _seconds(part: Any) -> str:
     taken = part.seconds or time.monotonic() - part.started_s
     return f"{taken:5.1f} s"
 
