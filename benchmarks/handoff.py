@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -64,6 +65,9 @@ def main() -> int:
     config = load_config(flags={"gateway": {"port": 0}})
     setting = Setting.here(given.seed, _described(config))
     with LocalCluster(config) as cluster:
+        signal.signal(
+            signal.SIGTERM, lambda *_: sys.exit(1)
+        )  # Ray's own handler ends the process without clean-up
         progress.print(f"cluster ready at {cluster.url}")
         prompts = _Prompts(cluster.model, given.seed)
         handoffs = _handoffs(cluster, prompts)
