@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ _REPOSITORY = Path(__file__).resolve().parent.parent
 _TRACE = _REPOSITORY.parent / "shared" / "traces" / "conversation_trace.jsonl.gz"
 _REPORT = Path("demo-report")
 _QUESTION = "What is the capital of France?"
+_CHAT_TOKENS = 64
 _PROOFS = 16
 _PROOF_TOKENS = 16
 _PROOFS_AT_ONCE = 4
@@ -112,9 +114,11 @@ def _run(steps: Steps) -> int:
             cluster.start()
             steps.say(f"      serving at {cluster.url}")
         with steps.step(f"A chat, streamed: {_QUESTION!r}", 5):
-            failures += _chat(steps, cluster)
+            chat = _chat(steps, cluster)
+            if "Paris" not in chat.text:
+                failures.append(f"the answer does not contain 'Paris': {chat.text!r}")
         with steps.step(f"Proof: {_PROOFS} prompts, token by token equal to one engine alone", 120):
-            failures += _prove(steps, cluster, model)
+            failures += _prove(steps, cluster, model, chat)
         with steps.step(f"Replay of {_REPLAYED} requests of a trace, lengths ÷ 16", 120):
             failures += _replay(steps, cluster)
     finally:
@@ -146,29 +150,45 @@ def _starting(steps: Steps) -> Any:
     return show
 
 
-def _chat(steps: Steps, cluster: LocalCluster) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """What the chat was in token ids, and what the gateway recorded of it."""
+
+    prompt: list[int]
+    token_ids: list[int]
+    text: str
+    story: str
+
+
+def _chat(steps: Steps, cluster: LocalCluster) -> Chat:
     body = {
         "model": cluster.model_name,
         "messages": [{"role": "user", "content": _QUESTION}],
         "temperature": 0,
-        "max_tokens": 64,
+        "max_tokens": _CHAT_TOKENS,
         "stream": True,
+        "return_token_ids": True,
     }
+    prompt: list[int] = []
+    token_ids: list[int] = []
     text, request = "", ""
     steps.say("      ", end="")
     with httpx.stream("POST", f"{cluster.url}/v1/chat/completions", json=body, timeout=120) as response:
         if response.status_code != httpx.codes.OK:
-            return [f"the chat was answered {response.status_code}: {response.read().decode()}"]
+            raise OSError(f"the chat was answered {response.status_code}: {response.read().decode()}")
         for line in response.iter_lines():
             if line.startswith("data: ") and line != "data: [DONE]":
                 event = json.loads(line.removeprefix("data: "))
                 request = event.get("id", request)
+                prompt = event.get("prompt_token_ids") or prompt
+                token_ids += event["choices"][0].get("token_ids") or []
                 piece = event["choices"][0]["delta"].get("content") or ""
                 text += piece
                 steps.say(f"[cyan]{piece}", end="")
     steps.say("")
-    steps.say(f"      [dim]{_story_line(cluster, request)}")
-    return [] if "Paris" in text else [f"the answer does not contain 'Paris': {text!r}"]
+    story = _story_line(cluster, request)
+    steps.say(f"      [dim]{story}")
+    return Chat(prompt, token_ids, text, story)
 
 
 def _story_line(cluster: LocalCluster, request: str) -> str:
@@ -184,17 +204,20 @@ def _story_line(cluster: LocalCluster, request: str) -> str:
     return " · ".join(parts)
 
 
-def _prove(steps: Steps, cluster: LocalCluster, model: str) -> list[str]:
-    """The same prompts to the cluster and to one plain engine; then what the decode engine counted."""
+def _prove(steps: Steps, cluster: LocalCluster, model: str, chat: Chat) -> list[str]:
+    """The same prompts to the cluster and to one plain engine, the chat's too; then what the decode engine counted."""
     prompts = _prompts(model)
     before = _decode_counters(cluster)
     steps.note("one plain engine computes the same 16 answers")
-    reference = _Reference(cluster, model, prompts)
+    proof = {"temperature": 0.0, "max_tokens": _PROOF_TOKENS, "ignore_eos": True}
+    asked = [{"prompt": prompt, "params": proof} for prompt in prompts]
+    asked.append({"prompt": chat.prompt, "params": {"temperature": 0.0, "max_tokens": _CHAT_TOKENS}})
+    reference = _Reference(cluster, model, asked)
     try:
         with ThreadPoolExecutor(_PROOFS_AT_ONCE) as pool:
             answers = list(pool.map(lambda prompt: _complete(cluster, prompt), prompts))
         steps.say(f"      the cluster has answered {len(answers)}; waiting for the one engine")
-        expected = reference.answers()
+        *expected, chatted = reference.answers()
     finally:
         reference.stop()
     differences = [
@@ -204,6 +227,10 @@ def _prove(steps: Steps, cluster: LocalCluster, model: str) -> list[str]:
     ]
     equal = len(prompts) - len(differences)
     steps.say(f"      [bold]{equal}/{len(prompts)} identical[/] to one engine, {_PROOF_TOKENS} tokens each")
+    if chatted.token_ids == chat.token_ids:
+        steps.say(f"      the chat: {chat.story} · [bold]equal to one engine[/]")
+    else:
+        differences.append(f"the chat's tokens: {chat.token_ids}, of one engine: {chatted.token_ids}")
     return differences + _uncounted(steps, before, _decode_counters(cluster), prompts)
 
 
@@ -261,16 +288,11 @@ def _complete(cluster: LocalCluster, prompt: list[int]) -> Answer:
 class _Reference:
     """The plain engine in a process of its own, started at construction."""
 
-    def __init__(self, cluster: LocalCluster, model: str, prompts: list[list[int]]) -> None:
+    def __init__(self, cluster: LocalCluster, model: str, requests: list[dict[str, Any]]) -> None:
         folder = cluster.run_dir / "reference"
         folder.mkdir()
         self._answers, self._log = folder / "answers.json", folder / "log"
-        params = {"temperature": 0.0, "max_tokens": _PROOF_TOKENS, "ignore_eos": True}
-        task = {
-            "model": model,
-            "engine": cluster.config.engine.model_dump(),
-            "requests": [{"prompt": prompt, "params": params} for prompt in prompts],
-        }
+        task = {"model": model, "engine": cluster.config.engine.model_dump(), "requests": requests}
         (folder / "requests.json").write_text(json.dumps(task))
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
