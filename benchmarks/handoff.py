@@ -185,7 +185,7 @@ def _handoff_rows(handoffs: list[Handoff], config: ClusterConfig, layers: int) -
         Row(
             name="handoff_over_prefill",
             value=_median(handoffs, lambda one: one.handoff_s / one.prefill_s),
-            unit="of prefill",
+            unit="share",
             op="<=",
             bar=0.02,
             bound=memcpy_s / segments / prefill_s,
@@ -195,7 +195,7 @@ def _handoff_rows(handoffs: list[Handoff], config: ClusterConfig, layers: int) -
         Row(
             name="bytes_in_arena_before_last_layer",
             value=_median(handoffs, lambda one: one.early),
-            unit="of bytes",
+            unit="share",
             op=">=",
             bar=0.9,
             bound=1 - last_blocks / segments,

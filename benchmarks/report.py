@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -109,21 +110,32 @@ class Report:
 
 
 def show(reports: Sequence[Report], console: Console) -> None:
-    """One table for all, under the settings they were measured in."""
-    table = Table("benchmark", "figure", "value", "bar", "bound", "samples", "", title_justify="left")
+    """One table for all, under the settings they were measured in; below it, what each bound stands for."""
+    table = Table(
+        Column("figure", no_wrap=True),
+        "value",
+        "bar",
+        "bound",
+        "n",
+        "",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
     for report in reports:
         setting = report.setting
         console.print(
-            f"[bold]{report.benchmark}[/]  {setting.cpu}, {setting.cores} cores, {setting.memory_gib} GiB, load "
+            f"[bold]{report.benchmark}[/]: {setting.cpu}, {setting.cores} cores, {setting.memory_gib} GiB, load "
             f"{setting.load} · commit {setting.commit} · seed {setting.seed}\n{setting.configuration}",
             highlight=False,
         )
         for row in report.rows:
             verdict = "[green]pass[/]" if row.passes else "[bold red]FAIL[/]"
-            value, bar = f"{row.value:.4g} {row.unit}", f"{row.op} {row.bar:g}"
-            bound = f"{row.bound:.2g}: {row.why}"
-            table.add_row(report.benchmark, row.name, value, bar, bound, str(len(row.samples)), verdict)
+            value, bar = f"{row.value:.3g} {row.unit}", f"{row.op} {row.bar:g}"
+            table.add_row(row.name, value, bar, f"{row.bound:.2g}", str(len(row.samples)), verdict)
     console.print(table)
+    for report in reports:
+        for row in report.rows:
+            console.print(f"bound of {row.name}: {row.why}", style="dim", highlight=False)
 
 
 def _cpu() -> str:
