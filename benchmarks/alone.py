@@ -25,7 +25,7 @@ Arrivals = list[tuple[float, int]]
 
 
 class EngineAlone:
-    """The process, for the side that asks. `start` waits until the engine can serve."""
+    """The process, for the side that asks. It starts with this object; the first `sample` waits until it can serve."""
 
     def __init__(self, model: str, engine: EngineConfig, environment: dict[str, str], log: Path) -> None:
         ours, theirs = socket.socketpair()

@@ -21,9 +21,13 @@ PARAMS = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 
 
 def swap_two_blocks(arena: Arena, slots: list[int], other: list[int]) -> None:
+    """One of them the prompt's last. Keys carry their positions, so attention does not see the order of whole blocks:
+    two blocks in the middle could be swapped and no token would change. The last prompt token is computed anew and
+    written over its own slot, which is then another token's.
+    """
     first = arena.payload[slots[1]].copy()
-    arena.payload[slots[1]] = arena.payload[slots[4]]
-    arena.payload[slots[4]] = first
+    arena.payload[slots[1]] = arena.payload[slots[-1]]
+    arena.payload[slots[-1]] = first
 
 
 def drop_one_layer(arena: Arena, slots: list[int], other: list[int]) -> None:
