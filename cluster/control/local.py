@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -183,6 +184,9 @@ class LocalCluster:
 
         if ray.is_initialized():
             raise self._failed(part, "this process runs a Ray cluster already; start one cluster a process")
+        on_main_thread = threading.current_thread() is threading.main_thread()
+        numbers = (signal.SIGINT, signal.SIGTERM) if on_main_thread else ()
+        handlers = {number: signal.getsignal(number) for number in numbers}
         try:
             ray.init(
                 address="local",
@@ -198,6 +202,8 @@ class LocalCluster:
         except Exception as error:  # Ray raises many kinds; all mean that it did not start
             raise self._failed(part, str(error)) from error
         self._ray_started = True
+        for number, handler in handlers.items():  # Ray's core takes SIGTERM for itself, and aborts on it
+            signal.signal(number, handler)
         self._ready(part)
 
     def _start_actors(self) -> None:
