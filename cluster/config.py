@@ -72,11 +72,18 @@ class ClusterConfig(_Part):
     model: str | None = Field(None, description="folder or hub id; none: the default model")
     prefill: int = Field(1, ge=1, le=64)
     decode: int = Field(1, ge=1, le=64)
+    nodes: int = Field(1, ge=1, le=16, description="KV nodes; workers are dealt out to them in turn")
     engine: EngineConfig = EngineConfig()
     pool: PoolConfig = PoolConfig()
     gateway: GatewayConfig = GatewayConfig()
     scheduling: SchedulingConfig = SchedulingConfig()
     ready_timeout_s: float = Field(600.0, gt=0, description="how long workers may take to start")
+
+    @model_validator(mode="after")
+    def _nodes_have_workers(self) -> "ClusterConfig":
+        if self.nodes > self.prefill + self.decode:
+            raise ValueError(f"nodes {self.nodes} is more than the {self.prefill + self.decode} workers")
+        return self
 
     @model_validator(mode="after")
     def _blocks_hold_pages(self) -> "ClusterConfig":

@@ -31,6 +31,8 @@ class DecodeRequest(_message.Message):
     LOAD_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     REASONING_ENDED_FIELD_NUMBER: _builtins.int
     REASONING_PARSER_KWARGS_JSON_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    HAS_TAIL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     sampling_params: _builtins.bytes
     """msgpack of vllm.SamplingParams"""
@@ -39,6 +41,8 @@ class DecodeRequest(_message.Message):
     reasoning_ended: _builtins.bool
     """both as AsyncLLM.generate takes them"""
     reasoning_parser_kwargs_json: _builtins.str
+    has_tail: _builtins.bool
+    """the last of `slots` is the prompt's tail"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -48,6 +52,10 @@ class DecodeRequest(_message.Message):
     @_builtins.property
     def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """without slots: the prompt's blocks, to be leased from the node's committed ones"""
+
+    @_builtins.property
+    def source(self) -> _kv_pb2.Node:
+        """the node of `slots`, or of blocks that `hashes` names; empty: this worker's"""
 
     def __init__(
         self,
@@ -60,10 +68,12 @@ class DecodeRequest(_message.Message):
         load_timeout_s: _builtins.float = ...,
         reasoning_ended: _builtins.bool | None = ...,
         reasoning_parser_kwargs_json: _builtins.str = ...,
+        source: _kv_pb2.Node | None = ...,
+        has_tail: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reasoning_ended", b"_reasoning_ended", "reasoning_ended", b"reasoning_ended"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reasoning_ended", b"_reasoning_ended", "reasoning_ended", b"reasoning_ended", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning_ended", b"_reasoning_ended", "hashes", b"hashes", "load_timeout_s", b"load_timeout_s", "reasoning_ended", b"reasoning_ended", "reasoning_parser_kwargs_json", b"reasoning_parser_kwargs_json", "request_id", b"request_id", "sampling_params", b"sampling_params", "slots", b"slots", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning_ended", b"_reasoning_ended", "has_tail", b"has_tail", "hashes", b"hashes", "load_timeout_s", b"load_timeout_s", "reasoning_ended", b"reasoning_ended", "reasoning_parser_kwargs_json", b"reasoning_parser_kwargs_json", "request_id", b"request_id", "sampling_params", b"sampling_params", "slots", b"slots", "source", b"source", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reasoning_ended: _TypeAlias = _typing.Literal["reasoning_ended"]  # noqa: Y015
     _WhichOneofArgType__reasoning_ended: _TypeAlias = _typing.Literal["_reasoning_ended", b"_reasoning_ended"]  # noqa: Y015

@@ -28,6 +28,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 logger = logging.getLogger(__name__)
 
 _NODE_CALL_S = 5.0
+_FETCH_S = 20.0  # for blocks that the node must bring from its SSD or from another node
 _STALL_S = 30.0  # the rest of a nearly complete prompt must come within this
 _WAIT_POLL_S = 0.03  # while the prompt waits for its prefill engine
 _FOLLOW_POLL_S = 0.002  # once its KV is arriving
@@ -96,9 +97,12 @@ class DecodeWorker(DecodeWorkerServicer):
             slots=request.slots,
             hashes=request.hashes,
             lease_s=request.load_timeout_s + 1.0,
+            source=request.source,
+            has_tail=request.has_tail,
+            fetch_s=_FETCH_S,
         )
         try:
-            reply = await self._engine.node.Lease(wanted, timeout=_NODE_CALL_S)
+            reply = await self._engine.node.Lease(wanted, timeout=_FETCH_S + _NODE_CALL_S)
             slots = list(reply.slots)
             if request.slots and [slot.hash for slot in slots] != [slot.hash for slot in request.slots]:
                 logger.error("request %s: the node leased other blocks than were planned", request.request_id)

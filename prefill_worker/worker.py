@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 _ROOM_WAIT_S = 0.02
 _ROOM_WAIT_MAX_S = 0.5
 _NODE_CALL_S = 5.0
+_FETCH_S = 20.0  # for blocks that the node must bring from its SSD or from another node
 
 
 class PrefillWorker(PrefillWorkerServicer):
@@ -77,11 +78,13 @@ class PrefillWorker(PrefillWorkerServicer):
             hashes=request.hashes,
             tail_hash=request.tail_hash,
             lease_s=request.lease_s,
+            source=request.source,
+            fetch_s=_FETCH_S,
         )
         wait_s = _ROOM_WAIT_S
         while True:
             try:
-                reply = await self._engine.node.Reserve(wanted, timeout=_NODE_CALL_S)
+                reply = await self._engine.node.Reserve(wanted, timeout=_FETCH_S + _NODE_CALL_S)
                 return list(reply.slots)
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:

@@ -7,6 +7,7 @@ cluster/core/log.py, so that the wire, the event log and the replay have one voc
 
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from kvstore.transfer import kv_pb2 as _kv_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -106,20 +107,36 @@ class Decision(_message.Message):
     COMMAND_JSON_FIELD_NUMBER: _builtins.int
     PREFILL_ADDRESS_FIELD_NUMBER: _builtins.int
     DECODE_ADDRESS_FIELD_NUMBER: _builtins.int
+    PREFILL_NODE_FIELD_NUMBER: _builtins.int
+    DECODE_NODE_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     command_json: _builtins.str
     prefill_address: _builtins.str
     """empty: no prefill worker is needed"""
     decode_address: _builtins.str
+    @_builtins.property
+    def prefill_node(self) -> _kv_pb2.Node:
+        """beside the prefill worker"""
+
+    @_builtins.property
+    def decode_node(self) -> _kv_pb2.Node: ...
+    @_builtins.property
+    def source(self) -> _kv_pb2.Node:
+        """where the cached blocks are; empty: they are not used"""
+
     def __init__(
         self,
         *,
         command_json: _builtins.str = ...,
         prefill_address: _builtins.str = ...,
         decode_address: _builtins.str = ...,
+        prefill_node: _kv_pb2.Node | None = ...,
+        decode_node: _kv_pb2.Node | None = ...,
+        source: _kv_pb2.Node | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_node", b"decode_node", "prefill_node", b"prefill_node", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command_json", b"command_json", "decode_address", b"decode_address", "prefill_address", b"prefill_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command_json", b"command_json", "decode_address", b"decode_address", "decode_node", b"decode_node", "prefill_address", b"prefill_address", "prefill_node", b"prefill_node", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -52,11 +52,14 @@ class NoWorkers(Exception):  # noqa: N818  # a state of the cluster, not a fault
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """An arrival's answer, with the addresses of the workers that a placement names."""
+    """An arrival's answer, with the members that a placement names, as far as they are known."""
 
     command: Place | RetryAfter | Reject
-    prefill_address: str
-    decode_address: str
+    prefill: Member | None = None
+    decode: Member | None = None
+    prefill_node: Member | None = None
+    decode_node: Member | None = None
+    source: Member | None = None
 
 
 class Driver:
@@ -98,11 +101,18 @@ class Driver:
         self.described()
         for command in self._handle(arrival):
             if isinstance(command, Place):
-                prefill = self._members.get(command.prefill) if command.prefill is not None else None
+                prefill = self._members.get(command.prefill or "")
                 decode = self._members[command.decode]
-                return Decided(command, prefill.address if prefill is not None else "", decode.address)
+                return Decided(
+                    command,
+                    prefill,
+                    decode,
+                    self._members.get(prefill.node) if prefill is not None else None,
+                    self._members.get(decode.node),
+                    self._members.get(command.source or ""),
+                )
             if isinstance(command, RetryAfter | Reject):
-                return Decided(command, "", "")
+                return Decided(command)
         raise AssertionError(f"the conductor gave no answer to {arrival.request}")
 
     def report(self, event: Event) -> None:

@@ -1,6 +1,6 @@
 """A whole cluster on this machine: started part by part, watched, and taken down without a trace.
 
-Parts: Valkey, Ray on loopback, one KV node, the workers, the conductor, the gateway. All sockets, logs and
+Parts: Valkey, Ray on loopback, the KV nodes, the workers, the conductor, the gateway. All sockets, logs and
 temporary files lie in one run folder that only this user can read; it goes when the cluster goes.
 """
 
@@ -217,32 +217,39 @@ class LocalCluster:
 
     def _roles(self) -> list[tuple[str, str, Settings]]:
         config = self.config
-        node = NodeSettings(
-            NodeConfig(NodeId("node-0"), self._address("node-0"), config.pool.dram_bytes),
-            self._redis_url(),
-            _CLUSTER,
-        )
         conductor = ConductorSettings(
             config.scheduling, self._address("conductor"), self._redis_url(), _CLUSTER
         )
         roles: list[tuple[str, str, Settings]] = [
-            ("node-0", "node", node),
+            *((name, "node", self._node(name)) for name in self._nodes()),
             ("conductor", "conductor", conductor),
         ]
-        for role, count in (("prefill", config.prefill), ("decode", config.decode)):
-            for number in range(count):
-                name = f"{role}-{number}"
-                roles.append((name, role, self._worker(name)))
+        workers = [
+            (f"{role}-{number}", role)
+            for role, count in (("prefill", config.prefill), ("decode", config.decode))
+            for number in range(count)
+        ]
+        for place, (name, role) in enumerate(workers):
+            roles.append((name, role, self._worker(name, f"node-{place % config.nodes}")))
         return roles
 
-    def _worker(self, name: str) -> WorkerSettings:
+    def _nodes(self) -> list[str]:
+        return [f"node-{number}" for number in range(self.config.nodes)]
+
+    def _node(self, name: str) -> NodeSettings:
+        pool = self.config.pool
+        return NodeSettings(
+            NodeConfig(NodeId(name), self._address(name), pool.dram_bytes), self._redis_url(), _CLUSTER
+        )
+
+    def _worker(self, name: str, node: str) -> WorkerSettings:
         return WorkerSettings(
             worker_id=WorkerId(name),
             model=self.model,
             engine=self.config.engine,
             pool=self.config.pool,
             address=self._address(name),
-            node_address=self._address("node-0"),
+            node_address=self._address(node),
             redis_url=self._redis_url(),
             cluster=_CLUSTER,
         )
@@ -324,8 +331,9 @@ class LocalCluster:
             return
         import ray
 
-        workers = [actor for name, actor in self._actors.items() if name not in ("node-0", "conductor")]
-        others = [self._actors[name] for name in ("conductor", "node-0") if name in self._actors]
+        last = ("conductor", *self._nodes())
+        workers = [actor for name, actor in self._actors.items() if name not in last]
+        others = [self._actors[name] for name in last if name in self._actors]
         for group in (workers, others):
             ray.wait([actor.stop.remote() for actor in group], num_returns=len(group), timeout=_STOP_S)
         self._remember()

@@ -12,6 +12,8 @@ from cluster.control.conductor_pb2_grpc import ConductorServicer, add_ConductorS
 from cluster.control.driver import Driver, NoWorkers
 from cluster.core.events import Arrive, Event
 from cluster.core.log import decode, encode
+from kvstore.directory.membership import Member
+from kvstore.transfer import kv_pb2 as kv
 from kvstore.transfer.server import serving
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -43,8 +45,11 @@ class ConductorService(ConductorServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         return pb.Decision(
             command_json=json.dumps(encode(decided.command)),
-            prefill_address=decided.prefill_address,
-            decode_address=decided.decode_address,
+            prefill_address=decided.prefill.address if decided.prefill is not None else "",
+            decode_address=decided.decode.address if decided.decode is not None else "",
+            prefill_node=_node(decided.prefill_node),
+            decode_node=_node(decided.decode_node),
+            source=_node(decided.source),
         )
 
     async def Report(self, request: pb.Event, context: Context) -> pb.Reported:
@@ -70,6 +75,10 @@ class ConductorService(ConductorServicer):
             return cast(Event, decode(json.loads(request.json)))
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"not an event: {error}")
+
+
+def _node(member: Member | None) -> kv.Node | None:
+    return kv.Node(node_id=member.id, address=member.address) if member is not None else None
 
 
 async def serve(driver: Driver, address: str, ready: Callable[[], None]) -> None:

@@ -83,8 +83,7 @@ class _Attempt:
     request: GenerateRequest
     number: int
     place: Place
-    prefill_address: str
-    decode_address: str
+    decision: control.Decision
     story: dict[str, Any]
     cached_tokens: int = 0
     loaded: asyncio.Event = field(default_factory=asyncio.Event)
@@ -197,7 +196,7 @@ class ClusterBackend:
         if isinstance(command, Reject):
             raise UnservedRequest(command.reason)
         assert isinstance(command, Place), command
-        return _Attempt(request, number, command, decision.prefill_address, decision.decode_address, record)
+        return _Attempt(request, number, command, decision, record)
 
     async def _run(
         self, attempt: _Attempt, root: BlockHash, chain: tuple[BlockHash, ...], story: Story
@@ -240,13 +239,14 @@ class ClusterBackend:
             tail_hash(chain[-1] if chain else root, tail, RequestId(request.request_id)) if tail else b""
         )
         names = [*chain, tail_name] if tail else list(chain)
-        call = PrefillWorkerStub(self._channel(attempt.prefill_address)).Prefill(
+        call = PrefillWorkerStub(self._channel(attempt.decision.prefill_address)).Prefill(
             prefill_pb2.PrefillRequest(
                 request_id=f"{request.request_id}/{attempt.number}",
                 token_ids=tokens,
                 hashes=chain,
                 tail_hash=tail_name,
                 lease_s=self._lease_s,
+                source=_elsewhere(attempt.decision.source, attempt.decision.prefill_node),
             ),
             timeout=_REQUEST_S_MAX,
         )
@@ -307,13 +307,18 @@ class ClusterBackend:
         streamed.output_kind = (
             RequestOutputKind.DELTA
         )  # times and leases need each token, whoever wants the whole
-        call = DecodeWorkerStub(self._channel(attempt.decode_address)).Decode(
+        call = DecodeWorkerStub(self._channel(attempt.decision.decode_address)).Decode(
             decode_pb2.DecodeRequest(
                 request_id=f"{request.request_id}/{attempt.number}",
                 token_ids=request.token_ids,
                 sampling_params=encode_params(streamed),
                 slots=slots,
                 hashes=() if slots else chain,
+                source=_elsewhere(
+                    attempt.decision.prefill_node if slots else attempt.decision.source,
+                    attempt.decision.decode_node,
+                ),
+                has_tail=len(slots) > len(chain),
                 load_timeout_s=_LOAD_TIMEOUT_S,
                 reasoning_ended=request.reasoning_ended,
                 reasoning_parser_kwargs_json=json.dumps(dict(request.reasoning_parser_kwargs or {})),
@@ -492,6 +497,11 @@ def _chain(
         tenant_salt=salt.encode(),
     ).digest()
     return root, tuple(block_hashes(root, request.token_ids, description.block_tokens))
+
+
+def _elsewhere(source: kv.Node, here: kv.Node) -> kv.Node | None:
+    """The node that KV must be brought from, None when it is here already or nowhere."""
+    return source if source.node_id and source.node_id != here.node_id else None
 
 
 def _message(event: Event) -> control.Event:

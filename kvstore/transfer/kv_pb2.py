@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvstore/transfer/kv.proto\x12\x0bmoonpool.kv\"\x07\n\x05\x45mpty\"w\n\x06Layout\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x02 \x01(\r\x12\x13\n\x0bpage_tokens\x18\x03 \x01(\r\x12\x12\n\npage_bytes\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0f\n\x07packing\x18\x06 \x01(\t\"U\n\rAttachRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12#\n\x06layout\x18\x02 \x01(\x0b\x32\x13.moonpool.kv.Layout\x12\x0c\n\x04pids\x18\x03 \x03(\r\"N\n\x0b\x41ttachReply\x12\x12\n\narena_path\x18\x01 \x01(\t\x12\r\n\x05slots\x18\x02 \x01(\r\x12\x0f\n\x07node_id\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\"D\n\x0cWatchRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04pids\x18\x02 \x03(\r\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\"k\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0e\n\x06hashes\x18\x03 \x03(\x0c\x12\x11\n\ttail_hash\x18\x04 \x01(\x0c\x12\x0f\n\x07lease_s\x18\x05 \x01(\x01\"A\n\x04Slot\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04hash\x18\x03 \x01(\x0c\x12\x0e\n\x06\x66illed\x18\x04 \x01(\x08\",\n\x08SlotList\x12 \n\x05slots\x18\x01 \x03(\x0b\x32\x11.moonpool.kv.Slot\"-\n\x07Holding\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06holder\x18\x02 \x01(\t\"\x1d\n\x0b\x43ommitReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\"H\n\x0e\x41\x62\x61ndonRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0f\n\x07stopped\x18\x03 \x01(\x08\"u\n\x0cLeaseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06holder\x18\x02 \x01(\t\x12 \n\x05slots\x18\x03 \x03(\x0b\x32\x11.moonpool.kv.Slot\x12\x0e\n\x06hashes\x18\x04 \x03(\x0c\x12\x0f\n\x07lease_s\x18\x05 \x01(\x01\"\x1d\n\x0b\x44ropRequest\x12\x0e\n\x06hashes\x18\x01 \x03(\x0c\"\x1c\n\tDropReply\x12\x0f\n\x07\x64ropped\x18\x01 \x01(\r\"\x0f\n\rEventsRequest\"R\n\x0b\x42lockEvents\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x10\n\x08snapshot\x18\x02 \x01(\x08\x12\x0e\n\x06stored\x18\x03 \x03(\x0c\x12\x0f\n\x07removed\x18\x04 \x03(\x0c\"\xf2\x01\n\nNodeStatus\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05slots\x18\x02 \x01(\r\x12\x0c\n\x04\x66ree\x18\x03 \x01(\r\x12\x0f\n\x07\x66illing\x18\x04 \x01(\r\x12\x10\n\x08\x64raining\x18\x05 \x01(\r\x12\x11\n\tcommitted\x18\x06 \x01(\r\x12\x0e\n\x06leased\x18\x07 \x01(\r\x12\x0e\n\x06leases\x18\x08 \x01(\r\x12\x11\n\tevictions\x18\t \x01(\x04\x12\x16\n\x0eleases_expired\x18\n \x01(\x04\x12\x0f\n\x07\x64ropped\x18\x0b \x01(\x04\x12\x13\n\x0b\x62lock_bytes\x18\x0c \x01(\x04\x12\x0f\n\x07workers\x18\r \x03(\t2\x89\x05\n\x06KVNode\x12>\n\x06\x41ttach\x12\x1a.moonpool.kv.AttachRequest\x1a\x18.moonpool.kv.AttachReply\x12\x36\n\x05Watch\x12\x19.moonpool.kv.WatchRequest\x1a\x12.moonpool.kv.Empty\x12=\n\x07Reserve\x12\x1b.moonpool.kv.ReserveRequest\x1a\x15.moonpool.kv.SlotList\x12\x38\n\x06\x43ommit\x12\x14.moonpool.kv.Holding\x1a\x18.moonpool.kv.CommitReply\x12:\n\x07\x41\x62\x61ndon\x12\x1b.moonpool.kv.AbandonRequest\x1a\x12.moonpool.kv.Empty\x12\x39\n\x05Lease\x12\x19.moonpool.kv.LeaseRequest\x1a\x15.moonpool.kv.SlotList\x12\x33\n\x07Release\x12\x14.moonpool.kv.Holding\x1a\x12.moonpool.kv.Empty\x12\x38\n\x04\x44rop\x12\x18.moonpool.kv.DropRequest\x1a\x16.moonpool.kv.DropReply\x12@\n\x06\x45vents\x12\x1a.moonpool.kv.EventsRequest\x1a\x18.moonpool.kv.BlockEvents0\x01\x12\x35\n\x06Status\x12\x12.moonpool.kv.Empty\x1a\x17.moonpool.kv.NodeStatus\x12/\n\x05\x43heck\x12\x12.moonpool.kv.Empty\x1a\x12.moonpool.kv.Emptyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvstore/transfer/kv.proto\x12\x0bmoonpool.kv\"\x07\n\x05\x45mpty\"w\n\x06Layout\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x02 \x01(\r\x12\x13\n\x0bpage_tokens\x18\x03 \x01(\r\x12\x12\n\npage_bytes\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0f\n\x07packing\x18\x06 \x01(\t\"U\n\rAttachRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12#\n\x06layout\x18\x02 \x01(\x0b\x32\x13.moonpool.kv.Layout\x12\x0c\n\x04pids\x18\x03 \x03(\r\"N\n\x0b\x41ttachReply\x12\x12\n\narena_path\x18\x01 \x01(\t\x12\r\n\x05slots\x18\x02 \x01(\r\x12\x0f\n\x07node_id\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\"D\n\x0cWatchRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04pids\x18\x02 \x03(\r\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\"\x9f\x01\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0e\n\x06hashes\x18\x03 \x03(\x0c\x12\x11\n\ttail_hash\x18\x04 \x01(\x0c\x12\x0f\n\x07lease_s\x18\x05 \x01(\x01\x12!\n\x06source\x18\x06 \x01(\x0b\x32\x11.moonpool.kv.Node\x12\x0f\n\x07\x66\x65tch_s\x18\x07 \x01(\x01\"(\n\x04Node\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"A\n\x04Slot\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04hash\x18\x03 \x01(\x0c\x12\x0e\n\x06\x66illed\x18\x04 \x01(\x08\",\n\x08SlotList\x12 \n\x05slots\x18\x01 \x03(\x0b\x32\x11.moonpool.kv.Slot\"-\n\x07Holding\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06holder\x18\x02 \x01(\t\"\x1d\n\x0b\x43ommitReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\"H\n\x0e\x41\x62\x61ndonRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0f\n\x07stopped\x18\x03 \x01(\x08\"\xbb\x01\n\x0cLeaseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06holder\x18\x02 \x01(\t\x12 \n\x05slots\x18\x03 \x03(\x0b\x32\x11.moonpool.kv.Slot\x12\x0e\n\x06hashes\x18\x04 \x03(\x0c\x12\x0f\n\x07lease_s\x18\x05 \x01(\x01\x12!\n\x06source\x18\x06 \x01(\x0b\x32\x11.moonpool.kv.Node\x12\x10\n\x08has_tail\x18\x07 \x01(\x08\x12\x0f\n\x07\x66\x65tch_s\x18\x08 \x01(\x01\"\x1d\n\x0b\x44ropRequest\x12\x0e\n\x06hashes\x18\x01 \x03(\x0c\"\x1c\n\tDropReply\x12\x0f\n\x07\x64ropped\x18\x01 \x01(\r\"\x0f\n\rEventsRequest\"R\n\x0b\x42lockEvents\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x10\n\x08snapshot\x18\x02 \x01(\x08\x12\x0e\n\x06stored\x18\x03 \x03(\x0c\x12\x0f\n\x07removed\x18\x04 \x03(\x0c\"\xf2\x01\n\nNodeStatus\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05slots\x18\x02 \x01(\r\x12\x0c\n\x04\x66ree\x18\x03 \x01(\r\x12\x0f\n\x07\x66illing\x18\x04 \x01(\r\x12\x10\n\x08\x64raining\x18\x05 \x01(\r\x12\x11\n\tcommitted\x18\x06 \x01(\r\x12\x0e\n\x06leased\x18\x07 \x01(\r\x12\x0e\n\x06leases\x18\x08 \x01(\r\x12\x11\n\tevictions\x18\t \x01(\x04\x12\x16\n\x0eleases_expired\x18\n \x01(\x04\x12\x0f\n\x07\x64ropped\x18\x0b \x01(\x04\x12\x13\n\x0b\x62lock_bytes\x18\x0c \x01(\x04\x12\x0f\n\x07workers\x18\r \x03(\t2\x89\x05\n\x06KVNode\x12>\n\x06\x41ttach\x12\x1a.moonpool.kv.AttachRequest\x1a\x18.moonpool.kv.AttachReply\x12\x36\n\x05Watch\x12\x19.moonpool.kv.WatchRequest\x1a\x12.moonpool.kv.Empty\x12=\n\x07Reserve\x12\x1b.moonpool.kv.ReserveRequest\x1a\x15.moonpool.kv.SlotList\x12\x38\n\x06\x43ommit\x12\x14.moonpool.kv.Holding\x1a\x18.moonpool.kv.CommitReply\x12:\n\x07\x41\x62\x61ndon\x12\x1b.moonpool.kv.AbandonRequest\x1a\x12.moonpool.kv.Empty\x12\x39\n\x05Lease\x12\x19.moonpool.kv.LeaseRequest\x1a\x15.moonpool.kv.SlotList\x12\x33\n\x07Release\x12\x14.moonpool.kv.Holding\x1a\x12.moonpool.kv.Empty\x12\x38\n\x04\x44rop\x12\x18.moonpool.kv.DropRequest\x1a\x16.moonpool.kv.DropReply\x12@\n\x06\x45vents\x12\x1a.moonpool.kv.EventsRequest\x1a\x18.moonpool.kv.BlockEvents0\x01\x12\x35\n\x06Status\x12\x12.moonpool.kv.Empty\x1a\x17.moonpool.kv.NodeStatus\x12/\n\x05\x43heck\x12\x12.moonpool.kv.Empty\x1a\x12.moonpool.kv.Emptyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,30 +41,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ATTACHREPLY']._serialized_end=337
   _globals['_WATCHREQUEST']._serialized_start=339
   _globals['_WATCHREQUEST']._serialized_end=407
-  _globals['_RESERVEREQUEST']._serialized_start=409
-  _globals['_RESERVEREQUEST']._serialized_end=516
-  _globals['_SLOT']._serialized_start=518
-  _globals['_SLOT']._serialized_end=583
-  _globals['_SLOTLIST']._serialized_start=585
-  _globals['_SLOTLIST']._serialized_end=629
-  _globals['_HOLDING']._serialized_start=631
-  _globals['_HOLDING']._serialized_end=676
-  _globals['_COMMITREPLY']._serialized_start=678
-  _globals['_COMMITREPLY']._serialized_end=707
-  _globals['_ABANDONREQUEST']._serialized_start=709
-  _globals['_ABANDONREQUEST']._serialized_end=781
-  _globals['_LEASEREQUEST']._serialized_start=783
-  _globals['_LEASEREQUEST']._serialized_end=900
-  _globals['_DROPREQUEST']._serialized_start=902
-  _globals['_DROPREQUEST']._serialized_end=931
-  _globals['_DROPREPLY']._serialized_start=933
-  _globals['_DROPREPLY']._serialized_end=961
-  _globals['_EVENTSREQUEST']._serialized_start=963
-  _globals['_EVENTSREQUEST']._serialized_end=978
-  _globals['_BLOCKEVENTS']._serialized_start=980
-  _globals['_BLOCKEVENTS']._serialized_end=1062
-  _globals['_NODESTATUS']._serialized_start=1065
-  _globals['_NODESTATUS']._serialized_end=1307
-  _globals['_KVNODE']._serialized_start=1310
-  _globals['_KVNODE']._serialized_end=1959
+  _globals['_RESERVEREQUEST']._serialized_start=410
+  _globals['_RESERVEREQUEST']._serialized_end=569
+  _globals['_NODE']._serialized_start=571
+  _globals['_NODE']._serialized_end=611
+  _globals['_SLOT']._serialized_start=613
+  _globals['_SLOT']._serialized_end=678
+  _globals['_SLOTLIST']._serialized_start=680
+  _globals['_SLOTLIST']._serialized_end=724
+  _globals['_HOLDING']._serialized_start=726
+  _globals['_HOLDING']._serialized_end=771
+  _globals['_COMMITREPLY']._serialized_start=773
+  _globals['_COMMITREPLY']._serialized_end=802
+  _globals['_ABANDONREQUEST']._serialized_start=804
+  _globals['_ABANDONREQUEST']._serialized_end=876
+  _globals['_LEASEREQUEST']._serialized_start=879
+  _globals['_LEASEREQUEST']._serialized_end=1066
+  _globals['_DROPREQUEST']._serialized_start=1068
+  _globals['_DROPREQUEST']._serialized_end=1097
+  _globals['_DROPREPLY']._serialized_start=1099
+  _globals['_DROPREPLY']._serialized_end=1127
+  _globals['_EVENTSREQUEST']._serialized_start=1129
+  _globals['_EVENTSREQUEST']._serialized_end=1144
+  _globals['_BLOCKEVENTS']._serialized_start=1146
+  _globals['_BLOCKEVENTS']._serialized_end=1228
+  _globals['_NODESTATUS']._serialized_start=1231
+  _globals['_NODESTATUS']._serialized_end=1473
+  _globals['_KVNODE']._serialized_start=1476
+  _globals['_KVNODE']._serialized_end=2125
 # @@protoc_insertion_point(module_scope)

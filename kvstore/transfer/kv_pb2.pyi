@@ -161,13 +161,21 @@ class ReserveRequest(_message.Message):
     HASHES_FIELD_NUMBER: _builtins.int
     TAIL_HASH_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    FETCH_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     worker_id: _builtins.str
     tail_hash: _builtins.bytes
     """empty: the prompt ends on a block boundary"""
     lease_s: _builtins.float
+    fetch_s: _builtins.float
+    """how long bringing them here may take"""
     @_builtins.property
     def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    @_builtins.property
+    def source(self) -> Global___Node:
+        """who may have blocks of the prefix that this node lacks; empty: nobody"""
+
     def __init__(
         self,
         *,
@@ -176,14 +184,38 @@ class ReserveRequest(_message.Message):
         hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         tail_hash: _builtins.bytes = ...,
         lease_s: _builtins.float = ...,
+        source: Global___Node | None = ...,
+        fetch_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "lease_s", b"lease_s", "request_id", b"request_id", "tail_hash", b"tail_hash", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch_s", b"fetch_s", "hashes", b"hashes", "lease_s", b"lease_s", "request_id", b"request_id", "source", b"source", "tail_hash", b"tail_hash", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReserveRequest: _TypeAlias = ReserveRequest  # noqa: Y015
+
+@_typing.final
+class Node(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    address: _builtins.str
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "node_id", b"node_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Node: _TypeAlias = Node  # noqa: Y015
 
 @_typing.final
 class Slot(_message.Message):
@@ -309,9 +341,16 @@ class LeaseRequest(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    HAS_TAIL_FIELD_NUMBER: _builtins.int
+    FETCH_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     holder: _builtins.str
     lease_s: _builtins.float
+    has_tail: _builtins.bool
+    """the last of `slots` is a prompt's tail"""
+    fetch_s: _builtins.float
+    """how long bringing them here may take"""
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slot]:
         """by (slot, epoch) ..."""
@@ -319,6 +358,10 @@ class LeaseRequest(_message.Message):
     @_builtins.property
     def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """... or by name"""
+
+    @_builtins.property
+    def source(self) -> Global___Node:
+        """`slots` are those of this other node, or blocks that `hashes` names may be there"""
 
     def __init__(
         self,
@@ -328,10 +371,13 @@ class LeaseRequest(_message.Message):
         slots: _abc.Iterable[Global___Slot] | None = ...,
         hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         lease_s: _builtins.float = ...,
+        source: Global___Node | None = ...,
+        has_tail: _builtins.bool = ...,
+        fetch_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "holder", b"holder", "lease_s", b"lease_s", "request_id", b"request_id", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch_s", b"fetch_s", "has_tail", b"has_tail", "hashes", b"hashes", "holder", b"holder", "lease_s", b"lease_s", "request_id", b"request_id", "slots", b"slots", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

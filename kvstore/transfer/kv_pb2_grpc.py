@@ -111,6 +111,7 @@ class KVNodeServicer:
 
     def Reserve(self, request, context):
         """Slots for a prompt: cached prefix, blocks to fill, tail. RESOURCE_EXHAUSTED when there is no room.
+        First brings the blocks of the prefix that this node lacks from its SSD and from `source`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -131,7 +132,8 @@ class KVNodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Lease(self, request, context):
-        """A reader's lease on named slots (follow reads included), or on the longest committed prefix of a chain.
+        """A reader's lease on named slots (follow reads included), or on the longest committed prefix of a chain. What lies
+        on another node is brought here: `slots` while they are being filled there, so that the reply comes at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -40,13 +40,17 @@ class KVNodeStub:
     FAILED_PRECONDITION when others on this node serve another model.
     """
     Reserve: _grpc.UnaryUnaryMultiCallable[_kv_pb2.ReserveRequest, _kv_pb2.SlotList]
-    """Slots for a prompt: cached prefix, blocks to fill, tail. RESOURCE_EXHAUSTED when there is no room."""
+    """Slots for a prompt: cached prefix, blocks to fill, tail. RESOURCE_EXHAUSTED when there is no room.
+    First brings the blocks of the prefix that this node lacks from its SSD and from `source`.
+    """
     Commit: _grpc.UnaryUnaryMultiCallable[_kv_pb2.Holding, _kv_pb2.CommitReply]
     """What the request was filling is complete. FAILED_PRECONDITION when fenced or incomplete."""
     Abandon: _grpc.UnaryUnaryMultiCallable[_kv_pb2.AbandonRequest, _kv_pb2.Empty]
     """The writer gives up."""
     Lease: _grpc.UnaryUnaryMultiCallable[_kv_pb2.LeaseRequest, _kv_pb2.SlotList]
-    """A reader's lease on named slots (follow reads included), or on the longest committed prefix of a chain."""
+    """A reader's lease on named slots (follow reads included), or on the longest committed prefix of a chain. What lies
+    on another node is brought here: `slots` while they are being filled there, so that the reply comes at once.
+    """
     Release: _grpc.UnaryUnaryMultiCallable[_kv_pb2.Holding, _kv_pb2.Empty]
     Drop: _grpc.UnaryUnaryMultiCallable[_kv_pb2.DropRequest, _kv_pb2.DropReply]
     """Blocks that did not verify: forget them."""
@@ -66,13 +70,17 @@ class KVNodeAsyncStub(KVNodeStub):
     FAILED_PRECONDITION when others on this node serve another model.
     """
     Reserve: _aio.UnaryUnaryMultiCallable[_kv_pb2.ReserveRequest, _kv_pb2.SlotList]  # type: ignore[assignment]
-    """Slots for a prompt: cached prefix, blocks to fill, tail. RESOURCE_EXHAUSTED when there is no room."""
+    """Slots for a prompt: cached prefix, blocks to fill, tail. RESOURCE_EXHAUSTED when there is no room.
+    First brings the blocks of the prefix that this node lacks from its SSD and from `source`.
+    """
     Commit: _aio.UnaryUnaryMultiCallable[_kv_pb2.Holding, _kv_pb2.CommitReply]  # type: ignore[assignment]
     """What the request was filling is complete. FAILED_PRECONDITION when fenced or incomplete."""
     Abandon: _aio.UnaryUnaryMultiCallable[_kv_pb2.AbandonRequest, _kv_pb2.Empty]  # type: ignore[assignment]
     """The writer gives up."""
     Lease: _aio.UnaryUnaryMultiCallable[_kv_pb2.LeaseRequest, _kv_pb2.SlotList]  # type: ignore[assignment]
-    """A reader's lease on named slots (follow reads included), or on the longest committed prefix of a chain."""
+    """A reader's lease on named slots (follow reads included), or on the longest committed prefix of a chain. What lies
+    on another node is brought here: `slots` while they are being filled there, so that the reply comes at once.
+    """
     Release: _aio.UnaryUnaryMultiCallable[_kv_pb2.Holding, _kv_pb2.Empty]  # type: ignore[assignment]
     Drop: _aio.UnaryUnaryMultiCallable[_kv_pb2.DropRequest, _kv_pb2.DropReply]  # type: ignore[assignment]
     """Blocks that did not verify: forget them."""
@@ -107,7 +115,9 @@ class KVNodeServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_pb2.ReserveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kv_pb2.SlotList, _abc.Awaitable[_kv_pb2.SlotList]]:
-        """Slots for a prompt: cached prefix, blocks to fill, tail. RESOURCE_EXHAUSTED when there is no room."""
+        """Slots for a prompt: cached prefix, blocks to fill, tail. RESOURCE_EXHAUSTED when there is no room.
+        First brings the blocks of the prefix that this node lacks from its SSD and from `source`.
+        """
 
     @_abc_1.abstractmethod
     def Commit(
@@ -131,7 +141,9 @@ class KVNodeServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_pb2.LeaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kv_pb2.SlotList, _abc.Awaitable[_kv_pb2.SlotList]]:
-        """A reader's lease on named slots (follow reads included), or on the longest committed prefix of a chain."""
+        """A reader's lease on named slots (follow reads included), or on the longest committed prefix of a chain. What lies
+        on another node is brought here: `slots` while they are being filled there, so that the reply comes at once.
+        """
 
     @_abc_1.abstractmethod
     def Release(
