@@ -13,20 +13,23 @@ import logging
 import os
 import select
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import grpc
 
 from kvstore.core.blocks import BlockHash, KVLayout, NodeId, RequestId, WorkerId
-from kvstore.core.slots import Fenced, NoRoom, SlotPool
+from kvstore.core.slots import Fenced, NoRoom, SlotPool, SlotRef
+from kvstore.fetch import Fetcher, Source
 from kvstore.tiers.dram import Arena, ArenaShape
 from kvstore.transfer import kv_pb2 as pb
-from kvstore.transfer.kv_pb2_grpc import KVNodeServicer, add_KVNodeServicer_to_server
+from kvstore.transfer.grpc_link import PeerSource, sealed_segments
+from kvstore.transfer.kv_pb2_grpc import KVNodeServicer, KVNodeStub, add_KVNodeServicer_to_server
 from kvstore.transfer.messages import block_hashes_from, layout_from, slot_list
-from kvstore.transfer.server import serving
+from kvstore.transfer.server import OPTIONS, serving
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 logger = logging.getLogger(__name__)
@@ -34,6 +37,7 @@ logger = logging.getLogger(__name__)
 _SWEEP_S = 0.05
 _SUBSCRIBER_BACKLOG_MAX = 10_000
 _LEASE_S_MAX = 3600.0
+_FETCH_S_MAX = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,9 @@ class KVNode(KVNodeServicer):
         self._fingerprint = ""
         self._arena: Arena | None = None
         self._pool: SlotPool | None = None
+        self._fetcher: Fetcher | None = None
+        self._ssd: Source | None = None
+        self._peers: dict[str, grpc.aio.Channel] = {}  # by address
         self._lives: dict[WorkerId, _Life] = {}  # the present life of each worker
         self._watched: dict[int, _Life] = {}  # by pidfd; former lives too, while a process of theirs lives
         self._lives_started = 0
@@ -92,6 +99,10 @@ class KVNode(KVNodeServicer):
                     await asyncio.sleep(_SWEEP_S)
                     self._sweep()
         finally:
+            if self._fetcher is not None:
+                await self._fetcher.close()
+            for channel in self._peers.values():
+                await channel.close()
             self.close()
 
     def close(self) -> None:
@@ -146,6 +157,7 @@ class KVNode(KVNodeServicer):
         Arena.remove_dead(self._config.arena_dir, prefix)
         self._arena = Arena.create(self._config.arena_dir / f"{prefix}{os.getpid()}", shape)
         self._pool = SlotPool(shape.slots)
+        self._fetcher = Fetcher(self._pool, self._arena, self._apply)
         logger.info("arena %s: %d slots of %d bytes", self._arena.path, shape.slots, layout.block_bytes)
         return self._arena
 
@@ -237,6 +249,12 @@ class KVNode(KVNodeServicer):
         until_s = await self._until_s(request.lease_s, context)
         names = await self._names(request.hashes, context)
         tail = (await self._names([request.tail_hash], context))[0] if request.tail_hash else None
+        await self._fetch(names, request.source, request.fetch_s, context)
+        if self._lives.get(life.worker) is not life:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"worker {life.worker} is gone or was restarted meanwhile",
+            )
         found = pool.reserve(
             RequestId(request.request_id),
             life.writer,
@@ -253,7 +271,7 @@ class KVNode(KVNodeServicer):
         if isinstance(found, NoRoom):
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{found.wanted} slots wanted, {found.available} can be freed: the rest is leased or being written",
+                _no_room(found),
             )
         if isinstance(found, Fenced):
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, found.reason)
@@ -297,6 +315,71 @@ class KVNode(KVNodeServicer):
         pool, _ = await self._ready(context)
         key = (RequestId(request.request_id), self._holder(request.holder))
         until_s = await self._until_s(request.lease_s, context)
+        if request.slots and request.source.address:
+            found = await self._follow(request, key, until_s, context)
+        elif request.slots:
+            found = pool.lease(*key, [(slot.slot, slot.epoch) for slot in request.slots], until_s)
+        else:
+            names = await self._names(request.hashes, context)
+            await self._fetch(names, request.source, request.fetch_s, context)
+            found = pool.acquire(*key, names, until_s)
+        if isinstance(found, NoRoom):
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, _no_room(found))
+        if isinstance(found, Fenced):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, found.reason)
+        assert isinstance(found, list)
+        return slot_list(found)
+
+    async def _fetch(
+        self, names: Sequence[BlockHash], source: pb.Node, fetch_s: float, context: Context
+    ) -> None:
+        """Brings what this node lacks of the chain's blocks from its SSD and from `source`, as far as time allows."""
+        assert self._fetcher is not None
+        peer = await self._peer(source, context)
+        if peer is None and self._ssd is None:
+            return
+        deadline_s = time.monotonic() + min(max(fetch_s, 0.0), _FETCH_S_MAX)
+        await self._fetcher.prefix(names, self._ssd, peer, deadline_s)
+
+    async def _follow(
+        self, request: pb.LeaseRequest, key: tuple[RequestId, str], until_s: float, context: Context
+    ) -> list[SlotRef] | NoRoom | Fenced:
+        """Slots here for those that another node is filling."""
+        assert self._fetcher is not None
+        names = await self._names([slot.hash for slot in request.slots], context)
+        uses = dict(zip(names, request.slots, strict=True))
+        peer = await self._peer(request.source, context, uses)
+        assert peer is not None
+        tail = names.pop() if request.has_tail else None
+        return self._fetcher.follow(*key, names, tail, peer, until_s, time.monotonic() + request.lease_s)
+
+    async def _peer(
+        self, source: pb.Node, context: Context, uses: Mapping[BlockHash, pb.Slot] = MappingProxyType({})
+    ) -> PeerSource | None:
+        """The other node, or None when no address is given."""
+        if not source.address:
+            return None
+        if source.node_id == self._config.node_id:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"{source.node_id} is this node: it reads from others"
+            )
+        if source.address not in self._peers:
+            self._peers[source.address] = grpc.aio.insecure_channel(source.address, options=OPTIONS)
+        assert self._arena is not None
+        stub = KVNodeStub(self._peers[source.address])
+        return PeerSource(stub, self._config.node_id, self._arena, uses)
+
+    async def Read(self, request: pb.ReadRequest, context: Context) -> AsyncIterator[pb.Segment]:
+        pool, arena = await self._ready(context)
+        mine = arena.shape.layout.fingerprint()
+        if request.layout != mine:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"{request.reader} has KV layout {request.layout}, {self._config.node_id} has {mine}: "
+                "nodes exchange bytes only between engines that pack them alike",
+            )
+        key = (RequestId(request.request_id), f"node {request.reader}")
+        until_s = await self._until_s(request.timeout_s, context)
         if request.slots:
             found = pool.lease(*key, [(slot.slot, slot.epoch) for slot in request.slots], until_s)
         else:
@@ -304,7 +387,12 @@ class KVNode(KVNodeServicer):
         if isinstance(found, Fenced):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, found.reason)
         assert isinstance(found, list)
-        return slot_list(found)
+        try:
+            async for segment in sealed_segments(arena, found, time.monotonic() + request.timeout_s):
+                yield segment
+        finally:
+            pool.release(*key)
+            self._apply()
 
     async def Release(self, request: pb.Holding, context: Context) -> pb.Empty:
         pool, _ = await self._ready(context)
@@ -338,7 +426,7 @@ class KVNode(KVNodeServicer):
             dropped=self._dropped,
             workers=sorted(self._lives),
         )
-        if self._pool is not None and self._arena is not None:
+        if self._pool is not None and self._arena is not None and self._fetcher is not None:
             counts = self._pool.counts()
             status.slots = self._pool.size
             status.free, status.filling = counts["free"], counts["filling"]
@@ -346,6 +434,9 @@ class KVNode(KVNodeServicer):
             status.leased, status.leases = counts["leased"], counts["leases"]
             status.evictions = self._pool.evictions
             status.leases_expired = self._pool.leases_expired
+            status.fetched_ssd_blocks = self._fetcher.blocks["ssd"]
+            status.fetched_peer_blocks = self._fetcher.blocks["peer"]
+            status.fetch_failed_blocks = self._fetcher.failed_blocks
             status.block_bytes = self._arena.shape.layout.block_bytes
         return status
 
@@ -411,6 +502,10 @@ class KVNode(KVNodeServicer):
             if queue.full():  # the subscriber will see a gap in the sequence and ask for a snapshot
                 queue.get_nowait()
             queue.put_nowait(event)
+
+
+def _no_room(found: NoRoom) -> str:
+    return f"{found.wanted} slots wanted, {found.available} can be freed: the rest is leased or being written"
 
 
 def _lives(pidfd: int) -> bool:

@@ -183,9 +183,10 @@ class SlotPool:
         self._lease((request, writer), filling, expires_s)
         return [*found, *filling]
 
-    def commit(self, request: RequestId, writer: WorkerId) -> int | Fenced:
+    def commit(self, request: RequestId, writer: WorkerId, blocks: int | None = None) -> int | Fenced:
         """All that `request` was filling is complete: make it visible. Returns the number of blocks committed.
 
+        With `blocks`, only so many of the first are; the rest is free, so its writing must be certain to be over.
         The caller has checked that each segment is there. A writer that holds no reservation is fenced.
         """
         filling = self._filling.get(request)
@@ -194,7 +195,10 @@ class SlotPool:
         if filling.writer != writer:
             return Fenced(f"{writer} is not the writer of request {request}")
         del self._filling[request]
-        for number in filling.slots:
+        whole = filling.slots[:blocks]
+        for number in filling.slots[len(whole) :]:
+            self._discard(number)
+        for number in whole:
             slot = self._slots[number]
             slot.state = SlotState.COMMITTED
             slot.writer = None
@@ -204,7 +208,7 @@ class SlotPool:
                 self._index[slot.hash] = number
                 self._stored.append(slot.hash)
             self._settle(number)
-        return len(filling.slots)
+        return len(whole)
 
     def abandon(self, request: RequestId, writer: WorkerId, stopped: bool) -> Fenced | None:
         """The writer gives up what it was filling (nothing, perhaps) and its lease.

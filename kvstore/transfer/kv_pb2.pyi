@@ -384,6 +384,78 @@ class LeaseRequest(_message.Message):
 Global___LeaseRequest: _TypeAlias = LeaseRequest  # noqa: Y015
 
 @_typing.final
+class ReadRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    READER_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    HASHES_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    reader: _builtins.str
+    """the reading node"""
+    layout: _builtins.str
+    """fingerprint: bytes of another layout are of no use"""
+    timeout_s: _builtins.float
+    @_builtins.property
+    def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slot]:
+        """uses of slots, committed or being filled ..."""
+
+    @_builtins.property
+    def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """... or names, of which the longest committed prefix is sent"""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        reader: _builtins.str = ...,
+        layout: _builtins.str = ...,
+        slots: _abc.Iterable[Global___Slot] | None = ...,
+        hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        timeout_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "layout", b"layout", "reader", b"reader", "request_id", b"request_id", "slots", b"slots", "timeout_s", b"timeout_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadRequest: _TypeAlias = ReadRequest  # noqa: Y015
+
+@_typing.final
+class Segment(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_FIELD_NUMBER: _builtins.int
+    LAYER_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    PAYLOAD_FIELD_NUMBER: _builtins.int
+    block: _builtins.int
+    """position in what was asked for"""
+    layer: _builtins.int
+    checksum: _builtins.int
+    """as the writer sealed it"""
+    payload: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        block: _builtins.int = ...,
+        layer: _builtins.int = ...,
+        checksum: _builtins.int = ...,
+        payload: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "checksum", b"checksum", "layer", b"layer", "payload", b"payload"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Segment: _TypeAlias = Segment  # noqa: Y015
+
+@_typing.final
 class DropRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -485,6 +557,9 @@ class NodeStatus(_message.Message):
     DROPPED_FIELD_NUMBER: _builtins.int
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    FETCHED_SSD_BLOCKS_FIELD_NUMBER: _builtins.int
+    FETCHED_PEER_BLOCKS_FIELD_NUMBER: _builtins.int
+    FETCH_FAILED_BLOCKS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     slots: _builtins.int
     free: _builtins.int
@@ -497,6 +572,12 @@ class NodeStatus(_message.Message):
     leases_expired: _builtins.int
     dropped: _builtins.int
     block_bytes: _builtins.int
+    fetched_ssd_blocks: _builtins.int
+    """brought into the arena from this node's SSD,"""
+    fetched_peer_blocks: _builtins.int
+    """from other nodes,"""
+    fetch_failed_blocks: _builtins.int
+    """or not, though expected"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -515,10 +596,13 @@ class NodeStatus(_message.Message):
         dropped: _builtins.int = ...,
         block_bytes: _builtins.int = ...,
         workers: _abc.Iterable[_builtins.str] | None = ...,
+        fetched_ssd_blocks: _builtins.int = ...,
+        fetched_peer_blocks: _builtins.int = ...,
+        fetch_failed_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "committed", b"committed", "draining", b"draining", "dropped", b"dropped", "evictions", b"evictions", "filling", b"filling", "free", b"free", "leased", b"leased", "leases", b"leases", "leases_expired", b"leases_expired", "node_id", b"node_id", "slots", b"slots", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "committed", b"committed", "draining", b"draining", "dropped", b"dropped", "evictions", b"evictions", "fetch_failed_blocks", b"fetch_failed_blocks", "fetched_peer_blocks", b"fetched_peer_blocks", "fetched_ssd_blocks", b"fetched_ssd_blocks", "filling", b"filling", "free", b"free", "leased", b"leased", "leases", b"leases", "leases_expired", b"leases_expired", "node_id", b"node_id", "slots", b"slots", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

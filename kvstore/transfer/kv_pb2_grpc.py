@@ -69,6 +69,11 @@ class KVNodeStub:
                 request_serializer=kvstore_dot_transfer_dot_kv__pb2.Holding.SerializeToString,
                 response_deserializer=kvstore_dot_transfer_dot_kv__pb2.Empty.FromString,
                 _registered_method=True)
+        self.Read = channel.unary_stream(
+                '/moonpool.kv.KVNode/Read',
+                request_serializer=kvstore_dot_transfer_dot_kv__pb2.ReadRequest.SerializeToString,
+                response_deserializer=kvstore_dot_transfer_dot_kv__pb2.Segment.FromString,
+                _registered_method=True)
         self.Drop = channel.unary_unary(
                 '/moonpool.kv.KVNode/Drop',
                 request_serializer=kvstore_dot_transfer_dot_kv__pb2.DropRequest.SerializeToString,
@@ -145,6 +150,14 @@ class KVNodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Read(self, request, context):
+        """Another node reads blocks, also while they are being filled (`slots`). The stream ends when all is sent, or when
+        what is missing will not come; the reader verifies and counts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drop(self, request, context):
         """Blocks that did not verify: forget them.
         """
@@ -209,6 +222,11 @@ def add_KVNodeServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=kvstore_dot_transfer_dot_kv__pb2.Holding.FromString,
                     response_serializer=kvstore_dot_transfer_dot_kv__pb2.Empty.SerializeToString,
+            ),
+            'Read': grpc.unary_stream_rpc_method_handler(
+                    servicer.Read,
+                    request_deserializer=kvstore_dot_transfer_dot_kv__pb2.ReadRequest.FromString,
+                    response_serializer=kvstore_dot_transfer_dot_kv__pb2.Segment.SerializeToString,
             ),
             'Drop': grpc.unary_unary_rpc_method_handler(
                     servicer.Drop,
@@ -420,6 +438,33 @@ class KVNode:
             '/moonpool.kv.KVNode/Release',
             kvstore_dot_transfer_dot_kv__pb2.Holding.SerializeToString,
             kvstore_dot_transfer_dot_kv__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Read(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/moonpool.kv.KVNode/Read',
+            kvstore_dot_transfer_dot_kv__pb2.ReadRequest.SerializeToString,
+            kvstore_dot_transfer_dot_kv__pb2.Segment.FromString,
             options,
             channel_credentials,
             insecure,

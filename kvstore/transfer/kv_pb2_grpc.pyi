@@ -52,6 +52,10 @@ class KVNodeStub:
     on another node is brought here: `slots` while they are being filled there, so that the reply comes at once.
     """
     Release: _grpc.UnaryUnaryMultiCallable[_kv_pb2.Holding, _kv_pb2.Empty]
+    Read: _grpc.UnaryStreamMultiCallable[_kv_pb2.ReadRequest, _kv_pb2.Segment]
+    """Another node reads blocks, also while they are being filled (`slots`). The stream ends when all is sent, or when
+    what is missing will not come; the reader verifies and counts.
+    """
     Drop: _grpc.UnaryUnaryMultiCallable[_kv_pb2.DropRequest, _kv_pb2.DropReply]
     """Blocks that did not verify: forget them."""
     Events: _grpc.UnaryStreamMultiCallable[_kv_pb2.EventsRequest, _kv_pb2.BlockEvents]
@@ -82,6 +86,10 @@ class KVNodeAsyncStub(KVNodeStub):
     on another node is brought here: `slots` while they are being filled there, so that the reply comes at once.
     """
     Release: _aio.UnaryUnaryMultiCallable[_kv_pb2.Holding, _kv_pb2.Empty]  # type: ignore[assignment]
+    Read: _aio.UnaryStreamMultiCallable[_kv_pb2.ReadRequest, _kv_pb2.Segment]  # type: ignore[assignment]
+    """Another node reads blocks, also while they are being filled (`slots`). The stream ends when all is sent, or when
+    what is missing will not come; the reader verifies and counts.
+    """
     Drop: _aio.UnaryUnaryMultiCallable[_kv_pb2.DropRequest, _kv_pb2.DropReply]  # type: ignore[assignment]
     """Blocks that did not verify: forget them."""
     Events: _aio.UnaryStreamMultiCallable[_kv_pb2.EventsRequest, _kv_pb2.BlockEvents]  # type: ignore[assignment]
@@ -151,6 +159,16 @@ class KVNodeServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_pb2.Holding,
         context: _ServicerContext,
     ) -> _typing.Union[_kv_pb2.Empty, _abc.Awaitable[_kv_pb2.Empty]]: ...
+
+    @_abc_1.abstractmethod
+    def Read(
+        self,
+        request: _kv_pb2.ReadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kv_pb2.Segment], _abc.AsyncIterator[_kv_pb2.Segment]]:
+        """Another node reads blocks, also while they are being filled (`slots`). The stream ends when all is sent, or when
+        what is missing will not come; the reader verifies and counts.
+        """
 
     @_abc_1.abstractmethod
     def Drop(

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
@@ -40,8 +40,10 @@ from kvstore.transfer.server import OPTIONS, serving
 from prefill_worker.prefill_pb2_grpc import add_PrefillWorkerServicer_to_server
 from prefill_worker.worker import PrefillWorker
 
+if TYPE_CHECKING:
+    from kvstore.transfer.kv_pb2_grpc import KVNodeAsyncStub
+
 LAYOUT = KVLayout(layers=3, block_tokens=4, page_tokens=2, page_bytes=16, dtype="float32", packing="fake")
-NODE = NodeId("node-0")
 LEASE_S = 10.0
 SETTLED_S = 10.0
 ANSWER_TOKENS = 5
@@ -102,8 +104,8 @@ class SmallCluster:
         self._requests = 0
         self._parts: list[Part] = []
         self._announced: list[Part] = []
-        self._channel = grpc.aio.insecure_channel(self.address("node"), options=OPTIONS)
-        self.node = KVNodeStub(self._channel)
+        self._channels: list[grpc.aio.Channel] = []
+        self.nodes: list[KVNodeAsyncStub] = []
         self.workers: dict[str, Worker] = {}
         self.driver: Driver
         self._conductor: Part
@@ -115,19 +117,32 @@ class SmallCluster:
 
     # -- its parts ------------------------------------------------------------------------------------------
 
+    @property
+    def node(self) -> "KVNodeAsyncStub":
+        return self.nodes[0]
+
     async def start(
-        self, prefill: int, decode: int, slots: int, scheduling: SchedulingConfig, **engine: Any
+        self, prefill: int, decode: int, nodes: int, slots: int, scheduling: SchedulingConfig, **engine: Any
     ) -> None:
-        row_bytes = LAYOUT.block_bytes + ArenaShape(LAYOUT, 1).header_dtype.itemsize
-        node = KVNode(NodeConfig(NODE, self.address("node"), slots * row_bytes, self._folder))
-        self._parts.append(Part(node.serve()))
-        self.announce(Member(NODE, "node", uuid.uuid4().hex, NODE, self.address("node"), 0))
+        """Workers are dealt out to the nodes in turn."""
+        for number in range(nodes):
+            self.start_node(f"node-{number}", slots)
         await self.start_conductor(scheduling)
-        for role, count in (("prefill", prefill), ("decode", decode)):
-            for number in range(count):
-                await self.start_worker(role, f"{role}-{number}", **engine)
+        names = [f"prefill-{number}" for number in range(prefill)]
+        names += [f"decode-{number}" for number in range(decode)]
+        for place, name in enumerate(names):
+            await self.start_worker(name.split("-")[0], name, f"node-{place % nodes}", **engine)
         self._gateway = Part(self.backend.run())
-        await self.known(prefill + decode + 1)
+        await self.known(prefill + decode + nodes)
+
+    def start_node(self, name: str, slots: int) -> None:
+        row_bytes = LAYOUT.block_bytes + ArenaShape(LAYOUT, 1).header_dtype.itemsize
+        node = KVNode(NodeConfig(NodeId(name), self.address(name), slots * row_bytes, self._folder))
+        self._parts.append(Part(node.serve()))
+        self.announce(Member(name, "node", uuid.uuid4().hex, name, self.address(name), 0))
+        channel = grpc.aio.insecure_channel(self.address(name), options=OPTIONS)
+        self._channels.append(channel)
+        self.nodes.append(KVNodeStub(channel))
 
     async def known(self, members: int) -> None:
         """Waits until conductor and gateway know that many members."""
@@ -152,8 +167,8 @@ class SmallCluster:
     async def stop_conductor(self) -> None:
         await self._conductor.stop()
 
-    async def start_worker(self, role: str, name: str, **engine: Any) -> Worker:
-        made = await FakeEngine.start(self.address("node"), WorkerId(name), LAYOUT, **engine)
+    async def start_worker(self, role: str, name: str, node: str = "node-0", **engine: Any) -> Worker:
+        made = await FakeEngine.start(self.address(node), WorkerId(name), LAYOUT, **engine)
         serving_stack = AsyncExitStack()
 
         def add(server: grpc.aio.Server) -> None:
@@ -163,16 +178,16 @@ class SmallCluster:
                 add_DecodeWorkerServicer_to_server(DecodeWorker(made), server)
 
         await serving_stack.enter_async_context(serving(self.address(name), add))
-        member = self.member(role, name, made.fingerprint)
+        member = self.member(role, name, made.fingerprint, node)
         worker = self.workers[name] = Worker(member, made, serving_stack, self.announce(member))
         return worker
 
-    def member(self, role: str, name: str, fingerprint: str = "fake") -> Member:
+    def member(self, role: str, name: str, fingerprint: str = "fake", node: str = "node-0") -> Member:
         return Member(
             id=name,
             role=role,
             incarnation=uuid.uuid4().hex,
-            node=NODE,
+            node=node,
             address=self.address(name),
             pid=0,
             fingerprint=fingerprint,
@@ -198,7 +213,8 @@ class SmallCluster:
         for part in reversed(self._parts):
             await part.stop()
         await self.stop_conductor()
-        await self._channel.close()
+        for channel in self._channels:
+            await channel.close()
         await self._redis.aclose()
 
     # -- its clients ----------------------------------------------------------------------------------------
@@ -251,17 +267,18 @@ class SmallCluster:
         )
 
     async def settled(self) -> None:
-        """Every owner is clean: the node, the conductor, the engines."""
+        """Every owner is clean: the nodes, the conductor, the engines."""
 
         async def clean() -> bool:
-            status: pb.NodeStatus = await self.node.Status(pb.Empty())
+            states = [await node.Status(pb.Empty()) for node in self.nodes]
             flights = self.driver.status()["conductor"]["inflight"]
             engines = [worker.engine.counters().running for worker in self.workers.values()]
-            held = (status.filling, status.draining, status.leased, status.leases)
+            held = [n for s in states for n in (s.filling, s.draining, s.leased, s.leases)]
             return not any(held) and not any(flights.values()) and not any(engines)
 
         await until(clean, "nothing in flight")
-        await self.node.Check(pb.Empty())
+        for node in self.nodes:
+            await node.Check(pb.Empty())
         self.driver.check()
 
 
@@ -287,11 +304,12 @@ async def start(redis_url: str) -> AsyncIterator[Start]:
     async def started(
         prefill: int = 1,
         decode: int = 1,
+        nodes: int = 1,
         slots: int = 256,
         scheduling: SchedulingConfig | None = None,
         **engine: Any,
     ) -> SmallCluster:
-        await cluster.start(prefill, decode, slots, scheduling or SchedulingConfig(), **engine)
+        await cluster.start(prefill, decode, nodes, slots, scheduling or SchedulingConfig(), **engine)
         return cluster
 
     yield started
