@@ -41,6 +41,8 @@ def up(  # one parameter a flag
     nodes: Annotated[int | None, typer.Option(help="KV nodes, as if on so many machines")] = None,
     host: Annotated[str | None, typer.Option(help="gateway address")] = None,
     port: Annotated[int | None, typer.Option(help="gateway port; 0: any free one")] = None,
+    tool_call_parser: Annotated[str | None, typer.Option(help="vLLM's parser of tool calls")] = None,
+    reasoning_parser: Annotated[str | None, typer.Option(help="vLLM's parser of reasoning")] = None,
     dram_bytes: Annotated[int | None, typer.Option(help="size of the shared-memory KV arena")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="context length in tokens")] = None,
 ) -> None:
@@ -52,7 +54,12 @@ def up(  # one parameter a flag
             "prefill": prefill,
             "decode": decode,
             "nodes": nodes,
-            "gateway": {"host": host, "port": port},
+            "gateway": {
+                "host": host,
+                "port": port,
+                "tool_call_parser": tool_call_parser,
+                "reasoning_parser": reasoning_parser,
+            },
             "pool": {"dram_bytes": dram_bytes},
             "engine": {"max_model_len": max_model_len},
         },

@@ -56,6 +56,12 @@ class GatewayConfig(_Part):
     port: int = Field(8000, ge=0, le=65535)
     body_bytes_max: int = Field(16 * MiB, ge=1024)
     served_model_name: str | None = None
+    tool_call_parser: str | None = Field(
+        None, description="vLLM's parser of the model's tool calls; none: off"
+    )
+    reasoning_parser: str | None = Field(
+        None, description="vLLM's parser of the model's reasoning; none: off"
+    )
 
 
 class SchedulingConfig(_Part):

@@ -146,6 +146,8 @@ class LocalCluster:
             "served_model_names": [self.model_name],
             "max_model_len": self.config.engine.max_model_len,
             "body_bytes_max": self.config.gateway.body_bytes_max,
+            "tool_call_parser": self.config.gateway.tool_call_parser,
+            "reasoning_parser": self.config.gateway.reasoning_parser,
             "conductor_address": self._address("conductor"),
             "handoff_lease_s": self.config.pool.handoff_lease_s,
             "host": self.config.gateway.host,

@@ -1,4 +1,4 @@
-"""What each process of a cluster runs, by role: `moonpool run ROLE` and the Ray actors both come here."""
+"""What each process of a cluster runs, by role: the Ray actors come here."""
 
 import asyncio
 import os

@@ -85,6 +85,8 @@ class _Attempt:
     place: Place
     decision: control.Decision
     story: dict[str, Any]
+    placed_s: float = field(default_factory=time.time)
+    answering: bool = False
     cached_tokens: int = 0
     loaded: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -351,10 +353,16 @@ class ClusterBackend:
             call.cancel()
 
     def _note_first_token(self, attempt: _Attempt, story: Story) -> None:
+        """Each attempt has its own first token: the client waits since it came, the conductor predicted from here on."""
+        if attempt.answering:
+            return
+        attempt.answering = True
+        now_s = time.time()
         if story.first_token_s is None:
-            story.first_token_s = time.time() - story.arrived_s
-            name = RequestId(attempt.request.request_id)
-            self._report(FirstToken(request=name, attempt=attempt.number, ttft_s=story.first_token_s))
+            story.first_token_s = now_s - story.arrived_s
+        since_s = story.arrived_s if attempt.number == 1 else attempt.placed_s
+        name = RequestId(attempt.request.request_id)
+        self._report(FirstToken(request=name, attempt=attempt.number, ttft_s=now_s - since_s))
 
     def _answered(self, attempt: _Attempt, reply: decode_pb2.DecodeReply, clock: "_TokenClock") -> None:
         loaded = reply.loaded

@@ -18,6 +18,8 @@ class GatewaySettings:
     served_model_names: tuple[str, ...]
     max_model_len: int | None
     body_bytes_max: int
+    tool_call_parser: str | None
+    reasoning_parser: str | None
     conductor_address: str
     handoff_lease_s: float
     host: str
@@ -40,6 +42,8 @@ async def run(settings: GatewaySettings) -> None:
         served_model_names=settings.served_model_names,
         max_model_len=settings.max_model_len,
         body_bytes_max=settings.body_bytes_max,
+        tool_call_parser=settings.tool_call_parser,
+        reasoning_parser=settings.reasoning_parser or "",
     )
     app = await asyncio.to_thread(create_app, config, backend)
     server = uvicorn.Server(

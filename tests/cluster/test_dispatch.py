@@ -147,6 +147,15 @@ async def test_an_answer_that_nobody_saw_is_begun_again(start: "Start") -> None:
     assert [each["decision"]["decode"] for each in cluster.attempts()] == ["decode-0", "decode-1"]
 
 
+async def test_each_attempt_has_its_first_token(start: "Start") -> None:
+    """The conductor learns from both; what the second is measured against is its own prediction."""
+    cluster = await start(prefill=1, decode=2)
+    cluster.workers["decode-0"].engine.die_after(LAYERS + 2)
+    await cluster.answered_right(prompt(0))
+    await cluster.settled()
+    assert cluster.driver.status()["conductor"]["ttft_fit"]["samples"] == 2
+
+
 async def test_every_worker_fails(start: "Start") -> None:
     cluster = await start(prefill=1, decode=1)
     await cluster.workers["decode-0"].vanish()
