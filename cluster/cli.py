@@ -44,6 +44,8 @@ def up(  # one parameter a flag
     tool_call_parser: Annotated[str | None, typer.Option(help="vLLM's parser of tool calls")] = None,
     reasoning_parser: Annotated[str | None, typer.Option(help="vLLM's parser of reasoning")] = None,
     dram_bytes: Annotated[int | None, typer.Option(help="size of the shared-memory KV arena")] = None,
+    ssd_dir: Annotated[Path | None, typer.Option(help="folder of the SSD tier; none: no such tier")] = None,
+    ssd_bytes: Annotated[int | None, typer.Option(help="how much of the disk each node may take")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="context length in tokens")] = None,
 ) -> None:
     """Start a cluster on this machine and serve until Ctrl-C."""
@@ -60,7 +62,7 @@ def up(  # one parameter a flag
                 "tool_call_parser": tool_call_parser,
                 "reasoning_parser": reasoning_parser,
             },
-            "pool": {"dram_bytes": dram_bytes},
+            "pool": {"dram_bytes": dram_bytes, "ssd_dir": ssd_dir, "ssd_bytes": ssd_bytes},
             "engine": {"max_model_len": max_model_len},
         },
     )

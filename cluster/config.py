@@ -45,6 +45,15 @@ class PoolConfig(_Part):
 
     block_tokens: int = Field(32, ge=1, description="tokens of a block; a multiple of engine.page_tokens")
     dram_bytes: int = Field(1024 * MiB, ge=MiB, description="size of the shared-memory arena")
+    ssd_dir: Path | None = Field(
+        None, description="folder of the SSD tier, one below it a node; none: no such tier"
+    )
+    ssd_bytes: int = Field(
+        8192 * MiB, ge=MiB, description="how much of the disk each node's SSD tier may take"
+    )
+    ssd_admission: Literal["all", "second"] = Field(
+        "all", description="which blocks go to the SSD: all, or those asked for a second time"
+    )
     handoff_lease_s: float = Field(
         30.0, gt=0, description="how long prefilled KV waits for its decode engine"
     )

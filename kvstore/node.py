@@ -13,7 +13,7 @@ import logging
 import os
 import select
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -23,8 +23,11 @@ import grpc
 
 from kvstore.core.blocks import BlockHash, KVLayout, NodeId, RequestId, WorkerId
 from kvstore.core.slots import Fenced, NoRoom, SlotPool, SlotRef
-from kvstore.fetch import Fetcher, Source
+from kvstore.core.tiers import TierConfig, TierMachine
+from kvstore.fetch import Fetcher
+from kvstore.tiering import Tiering
 from kvstore.tiers.dram import Arena, ArenaShape
+from kvstore.tiers.ssd import SsdTier
 from kvstore.transfer import kv_pb2 as pb
 from kvstore.transfer.grpc_link import PeerSource, sealed_segments
 from kvstore.transfer.kv_pb2_grpc import KVNodeServicer, KVNodeStub, add_KVNodeServicer_to_server
@@ -42,12 +45,18 @@ _FETCH_S_MAX = 600.0
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
-    """`arena_dir` is where the arena file goes (a tmpfs), `dram_bytes` its size, `address` what gRPC listens on."""
+    """`arena_dir` is where the arena file goes (a tmpfs), `dram_bytes` its size, `address` what gRPC listens on.
+
+    `ssd_dir` is the folder of the SSD tier, which may take `ssd_bytes`; None is no such tier.
+    """
 
     node_id: NodeId
     address: str
     dram_bytes: int
     arena_dir: Path = Path("/dev/shm")
+    ssd_dir: Path | None = None
+    ssd_bytes: int = 0
+    ssd_admission: str = "all"
 
 
 @dataclass(eq=False, slots=True)
@@ -75,7 +84,10 @@ class KVNode(KVNodeServicer):
         self._arena: Arena | None = None
         self._pool: SlotPool | None = None
         self._fetcher: Fetcher | None = None
-        self._ssd: Source | None = None
+        self._tiering: Tiering | None = None
+        self._announced: dict[
+            BlockHash, None
+        ] = {}  # what this node holds, in either tier, as it was published
         self._peers: dict[str, grpc.aio.Channel] = {}  # by address
         self._lives: dict[WorkerId, _Life] = {}  # the present life of each worker
         self._watched: dict[int, _Life] = {}  # by pidfd; former lives too, while a process of theirs lives
@@ -99,6 +111,8 @@ class KVNode(KVNodeServicer):
                     await asyncio.sleep(_SWEEP_S)
                     self._sweep()
         finally:
+            if self._tiering is not None:
+                await self._tiering.close()
             if self._fetcher is not None:
                 await self._fetcher.close()
             for channel in self._peers.values():
@@ -158,8 +172,21 @@ class KVNode(KVNodeServicer):
         self._arena = Arena.create(self._config.arena_dir / f"{prefix}{os.getpid()}", shape)
         self._pool = SlotPool(shape.slots)
         self._fetcher = Fetcher(self._pool, self._arena, self._apply)
+        if self._config.ssd_dir is not None:
+            self._tiering = self._open_ssd(self._config.ssd_dir, self._pool, self._arena)
         logger.info("arena %s: %d slots of %d bytes", self._arena.path, shape.slots, layout.block_bytes)
         return self._arena
+
+    def _open_ssd(self, folder: Path, pool: SlotPool, arena: Arena) -> Tiering:
+        """Raises OSError when the folder cannot be had, ValueError when the quota holds no block; no arena then."""
+        try:
+            ssd = SsdTier.open(folder, arena.shape.layout)
+            config = TierConfig(self._config.ssd_bytes // ssd.file_bytes, self._config.ssd_admission)
+            return Tiering(TierMachine(config), ssd, pool, arena, self._announce)
+        except (OSError, ValueError):
+            arena.unlink()
+            self._arena = None
+            raise
 
     async def _join(self, worker: WorkerId, pids: Sequence[int], context: Context) -> None:
         """A new life of the worker, unless the caller belongs to the present one."""
@@ -335,11 +362,13 @@ class KVNode(KVNodeServicer):
     ) -> None:
         """Brings what this node lacks of the chain's blocks from its SSD and from `source`, as far as time allows."""
         assert self._fetcher is not None
+        if self._tiering is not None:
+            self._tiering.asked(names)
         peer = await self._peer(source, context)
-        if peer is None and self._ssd is None:
+        if peer is None and self._tiering is None:
             return
         deadline_s = time.monotonic() + min(max(fetch_s, 0.0), _FETCH_S_MAX)
-        await self._fetcher.prefix(names, self._ssd, peer, deadline_s)
+        await self._fetcher.prefix(names, self._tiering, peer, deadline_s)
 
     async def _follow(
         self, request: pb.LeaseRequest, key: tuple[RequestId, str], until_s: float, context: Context
@@ -402,7 +431,10 @@ class KVNode(KVNodeServicer):
 
     async def Drop(self, request: pb.DropRequest, context: Context) -> pb.DropReply:
         pool, _ = await self._ready(context)
-        dropped = sum(pool.drop(name) for name in await self._names(request.hashes, context))
+        dropped = 0
+        for name in await self._names(request.hashes, context):
+            on_ssd = self._tiering is not None and self._tiering.forget(name)
+            dropped += pool.drop(name) or on_ssd
         self._dropped += dropped
         self._apply()
         return pb.DropReply(dropped=dropped)
@@ -413,8 +445,7 @@ class KVNode(KVNodeServicer):
         queue: asyncio.Queue[pb.BlockEvents] = asyncio.Queue(_SUBSCRIBER_BACKLOG_MAX)
         self._subscribers.add(queue)
         try:
-            stored = self._pool.committed() if self._pool is not None else []
-            yield pb.BlockEvents(sequence=self._sequence, snapshot=True, stored=stored)
+            yield pb.BlockEvents(sequence=self._sequence, snapshot=True, stored=list(self._announced))
             while True:
                 yield await queue.get()
         finally:
@@ -437,6 +468,9 @@ class KVNode(KVNodeServicer):
             status.fetched_ssd_blocks = self._fetcher.blocks["ssd"]
             status.fetched_peer_blocks = self._fetcher.blocks["peer"]
             status.fetch_failed_blocks = self._fetcher.failed_blocks
+            if self._tiering is not None:
+                status.ssd_blocks = len(self._tiering.machine.names())
+                status.ssd_corrupt = self._tiering.ssd.counters.corrupt
             status.block_bytes = self._arena.shape.layout.block_bytes
         return status
 
@@ -444,6 +478,8 @@ class KVNode(KVNodeServicer):
         if self._pool is not None and self._arena is not None:
             try:
                 self._pool.check()
+                if self._tiering is not None:
+                    self._tiering.machine.check()
                 assert self._arena.epoch.tolist() == self._pool.epochs(), (
                     "the arena's epochs are not the pool's"
                 )
@@ -490,6 +526,24 @@ class KVNode(KVNodeServicer):
         for slot in self._pool.take_freed():
             self._arena.end(slot)
         stored, removed = self._pool.take_changes()
+        if self._tiering is not None:
+            self._tiering.removed(name for name in removed if not self._pool.has(name))
+            self._tiering.stored(name for name in stored if self._pool.has(name))
+        self._announce([*removed, *stored])
+
+    def _announce(self, changed: Iterable[BlockHash]) -> None:
+        """Publishes which of these blocks the node has come to hold, in whatever tier, and which it holds no more."""
+        assert self._pool is not None
+        stored: list[BlockHash] = []
+        removed: list[BlockHash] = []
+        for name in dict.fromkeys(changed):
+            held = self._pool.has(name) or (self._tiering is not None and self._tiering.has(name))
+            if held and name not in self._announced:
+                self._announced[name] = None
+                stored.append(name)
+            elif not held and name in self._announced:
+                del self._announced[name]
+                removed.append(name)
         if removed:
             self._publish(pb.BlockEvents(removed=removed))
         if stored:

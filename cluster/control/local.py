@@ -241,7 +241,16 @@ class LocalCluster:
     def _node(self, name: str) -> NodeSettings:
         pool = self.config.pool
         return NodeSettings(
-            NodeConfig(NodeId(name), self._address(name), pool.dram_bytes), self._redis_url(), _CLUSTER
+            NodeConfig(
+                NodeId(name),
+                self._address(name),
+                pool.dram_bytes,
+                ssd_dir=pool.ssd_dir.resolve() / name if pool.ssd_dir is not None else None,
+                ssd_bytes=pool.ssd_bytes,
+                ssd_admission=pool.ssd_admission,
+            ),
+            self._redis_url(),
+            _CLUSTER,
         )
 
     def _worker(self, name: str, node: str) -> WorkerSettings:

@@ -121,6 +121,10 @@ class SlotPool:
                 return count
         return len(hashes)
 
+    def has(self, name: BlockHash) -> bool:
+        """Is the block committed here, for everyone to see?"""
+        return name in self._index
+
     def committed(self) -> list[BlockHash]:
         """The visible blocks, oldest commit first."""
         return list(self._index)

@@ -179,9 +179,13 @@ class Arena:
 
     # -- the writer's words ---------------------------------------------------------------------------------
 
-    def seal(self, slot: int, layer: int, epoch: int, name: BlockHash) -> None:
-        """The layer's bytes are in the slot: publish their checksum and the time, then the fact."""
-        self.segment_sum[slot, layer] = segment_sum(self.payload[slot, layer], name, layer)
+    def seal(self, slot: int, layer: int, epoch: int, name: BlockHash, checksum: int | None = None) -> None:
+        """The layer's bytes are in the slot: publish their checksum (computed here unless it has been just now) and
+        the time, then the fact.
+        """
+        if checksum is None:
+            checksum = segment_sum(self.payload[slot, layer], name, layer)
+        self.segment_sum[slot, layer] = checksum
         self.segment_at[slot, layer] = time.monotonic()
         self.segment_epoch[slot, layer] = epoch
 

@@ -105,5 +105,5 @@ def _take(arena: Arena, ref: SlotRef, segment: pb.Segment) -> bool:
         logger.error("block %s layer %d came with other bytes", ref.hash.hex()[:8], segment.layer)
         return False
     arena.payload[ref.slot, segment.layer] = payload
-    arena.seal(ref.slot, segment.layer, ref.epoch, ref.hash)
+    arena.seal(ref.slot, segment.layer, ref.epoch, ref.hash, segment.checksum)
     return True

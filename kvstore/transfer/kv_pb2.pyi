@@ -560,6 +560,8 @@ class NodeStatus(_message.Message):
     FETCHED_SSD_BLOCKS_FIELD_NUMBER: _builtins.int
     FETCHED_PEER_BLOCKS_FIELD_NUMBER: _builtins.int
     FETCH_FAILED_BLOCKS_FIELD_NUMBER: _builtins.int
+    SSD_BLOCKS_FIELD_NUMBER: _builtins.int
+    SSD_CORRUPT_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     slots: _builtins.int
     free: _builtins.int
@@ -578,6 +580,10 @@ class NodeStatus(_message.Message):
     """from other nodes,"""
     fetch_failed_blocks: _builtins.int
     """or not, though expected"""
+    ssd_blocks: _builtins.int
+    """on the SSD now"""
+    ssd_corrupt: _builtins.int
+    """files that were not what was written"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -599,10 +605,12 @@ class NodeStatus(_message.Message):
         fetched_ssd_blocks: _builtins.int = ...,
         fetched_peer_blocks: _builtins.int = ...,
         fetch_failed_blocks: _builtins.int = ...,
+        ssd_blocks: _builtins.int = ...,
+        ssd_corrupt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "committed", b"committed", "draining", b"draining", "dropped", b"dropped", "evictions", b"evictions", "fetch_failed_blocks", b"fetch_failed_blocks", "fetched_peer_blocks", b"fetched_peer_blocks", "fetched_ssd_blocks", b"fetched_ssd_blocks", "filling", b"filling", "free", b"free", "leased", b"leased", "leases", b"leases", "leases_expired", b"leases_expired", "node_id", b"node_id", "slots", b"slots", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "committed", b"committed", "draining", b"draining", "dropped", b"dropped", "evictions", b"evictions", "fetch_failed_blocks", b"fetch_failed_blocks", "fetched_peer_blocks", b"fetched_peer_blocks", "fetched_ssd_blocks", b"fetched_ssd_blocks", "filling", b"filling", "free", b"free", "leased", b"leased", "leases", b"leases", "leases_expired", b"leases_expired", "node_id", b"node_id", "slots", b"slots", "ssd_blocks", b"ssd_blocks", "ssd_corrupt", b"ssd_corrupt", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from kvstore.transfer.kv_pb2_grpc import KVNodeAsyncStub
 
 LAYOUT = KVLayout(layers=3, block_tokens=4, page_tokens=2, page_bytes=16, dtype="float32", packing="fake")
+SSD_BYTES = 2**20
 LEASE_S = 10.0
 SETTLED_S = 10.0
 ANSWER_TOKENS = 5
@@ -122,11 +123,18 @@ class SmallCluster:
         return self.nodes[0]
 
     async def start(
-        self, prefill: int, decode: int, nodes: int, slots: int, scheduling: SchedulingConfig, **engine: Any
+        self,
+        prefill: int,
+        decode: int,
+        nodes: int,
+        slots: int,
+        scheduling: SchedulingConfig,
+        ssd_dir: Path | None,
+        **engine: Any,
     ) -> None:
         """Workers are dealt out to the nodes in turn."""
         for number in range(nodes):
-            self.start_node(f"node-{number}", slots)
+            self.start_node(f"node-{number}", slots, ssd_dir)
         await self.start_conductor(scheduling)
         names = [f"prefill-{number}" for number in range(prefill)]
         names += [f"decode-{number}" for number in range(decode)]
@@ -135,9 +143,18 @@ class SmallCluster:
         self._gateway = Part(self.backend.run())
         await self.known(prefill + decode + nodes)
 
-    def start_node(self, name: str, slots: int) -> None:
+    def start_node(self, name: str, slots: int, ssd_dir: Path | None = None) -> None:
         row_bytes = LAYOUT.block_bytes + ArenaShape(LAYOUT, 1).header_dtype.itemsize
-        node = KVNode(NodeConfig(NodeId(name), self.address(name), slots * row_bytes, self._folder))
+        node = KVNode(
+            NodeConfig(
+                NodeId(name),
+                self.address(name),
+                slots * row_bytes,
+                self._folder,
+                ssd_dir=ssd_dir / name if ssd_dir is not None else None,
+                ssd_bytes=SSD_BYTES,
+            )
+        )
         self._parts.append(Part(node.serve()))
         self.announce(Member(name, "node", uuid.uuid4().hex, name, self.address(name), 0))
         channel = grpc.aio.insecure_channel(self.address(name), options=OPTIONS)
@@ -297,9 +314,19 @@ def redis_url() -> Iterator[str]:
 
 @pytest.fixture
 async def start(redis_url: str) -> AsyncIterator[Start]:
-    """Starts a cluster; whatever the story was, its owners must be clean in the end."""
+    """Starts a cluster, in place of the one that was started before; whatever the story was, the owners must be clean
+    in the end.
+    """
     folder = Path(tempfile.mkdtemp(prefix="mp-"))
-    cluster = SmallCluster(folder, redis_url)
+    running: list[SmallCluster] = []
+
+    async def stop() -> None:
+        while running:
+            cluster = running.pop()
+            try:
+                await cluster.settled()
+            finally:
+                await cluster.stop()
 
     async def started(
         prefill: int = 1,
@@ -307,14 +334,19 @@ async def start(redis_url: str) -> AsyncIterator[Start]:
         nodes: int = 1,
         slots: int = 256,
         scheduling: SchedulingConfig | None = None,
+        ssd_dir: Path | None = None,
         **engine: Any,
     ) -> SmallCluster:
-        await cluster.start(prefill, decode, nodes, slots, scheduling or SchedulingConfig(), **engine)
+        await stop()
+        cluster = SmallCluster(folder, redis_url)
+        running.append(cluster)
+        await cluster.start(
+            prefill, decode, nodes, slots, scheduling or SchedulingConfig(), ssd_dir, **engine
+        )
         return cluster
 
     yield started
     try:
-        await cluster.settled()
+        await stop()
     finally:
-        await cluster.stop()
         shutil.rmtree(folder)

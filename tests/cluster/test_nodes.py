@@ -1,6 +1,7 @@
 """Several KV nodes: KV follows its request from node to node, and blocks are found wherever they are."""
 
 import asyncio
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -58,3 +59,41 @@ async def test_a_prefix_comes_from_the_node_that_has_it(start: Start) -> None:
     for _ in range(2):  # in any order of placement, each node has the blocks in the end
         await cluster.answered_right([*prompt(8 * BLOCK), 7])
     assert cluster.computed("prefill") - computed <= 2 * (BLOCK + 1)
+
+
+async def test_blocks_that_left_dram_come_from_the_ssd(start: Start, tmp_path: Path) -> None:
+    """Eight blocks and their tail fit into DRAM once, so the second prompt drives out the first."""
+    cluster = await start(slots=10, ssd_dir=tmp_path)
+    first, second = [*prompt(8 * BLOCK), 1], [*prompt(8 * BLOCK, start=500), 1]
+    await cluster.answered_right(first)
+
+    async def written(blocks: int) -> bool:
+        return (await status(cluster.node)).ssd_blocks == blocks
+
+    await until(lambda: written(8), "the first prompt's blocks are on the ssd")
+    await cluster.answered_right(second)
+    await until(lambda: written(16), "the second's too")
+    computed = cluster.computed("prefill")
+    await cluster.answered_right(first)
+    assert cluster.computed("prefill") - computed == 1
+    assert (await status(cluster.node)).fetched_ssd_blocks >= 7, "as many as had left DRAM"
+
+
+async def test_blocks_on_the_ssd_outlive_the_cluster(start: Start, tmp_path: Path) -> None:
+    before = await start(ssd_dir=tmp_path)
+    whole = [*prompt(8 * BLOCK), 1]
+    await before.answered_right(whole)
+
+    async def written() -> bool:
+        return (await status(before.node)).ssd_blocks == 8
+
+    await until(written, "the blocks are on the ssd")
+    after = await start(ssd_dir=tmp_path)
+
+    async def found() -> bool:
+        return await known_blocks(after, 0) == 8
+
+    await until(found, "the conductor knows what the new node found")
+    await after.answered_right(whole)
+    assert after.computed("prefill") == 1
+    assert (await status(after.node)).fetched_ssd_blocks == 8

@@ -1,0 +1,156 @@
+"""Drives the tier machine on the real SSD tier: writes blocks back from the arena, and reads them into it again.
+
+Write-back never holds up a request: it leases the slot for as long as the copy takes, and the lease keeps the block
+from being evicted under it. A read fills slots that the fetcher has reserved.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
+
+from kvstore.core.blocks import BlockHash, RequestId
+from kvstore.core.slots import SlotPool, SlotRef
+from kvstore.core.tiers import (
+    Asked,
+    Delete,
+    Event,
+    Found,
+    Lost,
+    Removed,
+    Stored,
+    TierMachine,
+    Write,
+    WriteDone,
+    WriteFailed,
+)
+from kvstore.tiers.dram import Arena
+from kvstore.tiers.ssd import Loaded, SsdTier, Written
+
+logger = logging.getLogger(__name__)
+
+_HOLDER = "write-back"
+_UNTIL_DONE_S = float("inf")
+
+
+class Tiering:
+    """Owned by the node; runs on its event loop. `changed` is called with blocks that came to the SSD or left it."""
+
+    kind = "ssd"
+
+    def __init__(
+        self,
+        machine: TierMachine,
+        ssd: SsdTier,
+        pool: SlotPool,
+        arena: Arena,
+        changed: Callable[[Iterable[BlockHash]], None],
+    ) -> None:
+        self.machine = machine
+        self.ssd = ssd
+        self._pool = pool
+        self._arena = arena
+        self._changed = changed
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._spawn(self._scan())
+
+    # -- what the node tells --------------------------------------------------------------------------------
+
+    def stored(self, names: Iterable[BlockHash]) -> None:
+        """These blocks are in DRAM now."""
+        for name in names:
+            self._handle(Stored(name))
+
+    def removed(self, names: Iterable[BlockHash]) -> None:
+        """These blocks are in DRAM no more."""
+        for name in names:
+            self._handle(Removed(name))
+
+    def asked(self, names: Sequence[BlockHash]) -> None:
+        """A request asked for this chain."""
+        self._handle(Asked(names))
+
+    def forget(self, name: BlockHash) -> bool:
+        """Deletes a block that is wrong, or not wanted any more. False if it is not there."""
+        if not self.machine.has(name):
+            return False
+        self._lost(name)
+        self._spawn(self.ssd.drop(name))
+        return True
+
+    # -- a source of blocks ---------------------------------------------------------------------------------
+
+    def has(self, name: BlockHash) -> bool:
+        return self.machine.has(name)
+
+    async def read(self, request: RequestId, blocks: Sequence[SlotRef], deadline_s: float) -> set[BlockHash]:
+        """Returns the blocks that were there and verified."""
+        read = await asyncio.gather(*(self._read(ref, deadline_s) for ref in blocks))
+        return {ref.hash for ref, came in zip(blocks, read, strict=True) if came}
+
+    async def close(self) -> None:
+        """Ends when nothing reads or writes any more."""
+        await self.ssd.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # -- inside ---------------------------------------------------------------------------------------------
+
+    async def _read(self, ref: SlotRef, deadline_s: float) -> bool:
+        if time.monotonic() > deadline_s:
+            return False
+        result = await self.ssd.read(ref.hash, self._arena.payload[ref.slot])
+        if isinstance(result, Loaded):
+            for layer, checksum in enumerate(result.sums.tolist()):
+                self._arena.seal(ref.slot, layer, ref.epoch, ref.hash, checksum)
+            return True
+        logger.warning("block %s is not on the ssd: %s", ref.hash.hex()[:8], result.reason)
+        self._lost(ref.hash)
+        return False
+
+    def _lost(self, name: BlockHash) -> None:
+        self._handle(Lost(name))
+        self._changed([name])
+
+    async def _scan(self) -> None:
+        """What an earlier run of the node left; meanwhile the node serves."""
+        async for names in self.ssd.scan():
+            for name in names:
+                self._handle(Found(name))
+            self._changed(names)
+
+    def _handle(self, event: Event) -> None:
+        for command in self.machine.handle(event, time.monotonic()):
+            match command:
+                case Write(name):
+                    self._spawn(self._write(name))
+                case Delete(name):
+                    self._changed([name])
+                    self._spawn(self.ssd.drop(name))
+
+    async def _write(self, name: BlockHash) -> None:
+        key = (RequestId(f"write {name.hex()}"), _HOLDER)
+        refs = self._pool.acquire(*key, [name], _UNTIL_DONE_S)
+        if not refs:
+            self._handle(WriteFailed(name, full=False))
+            return
+        [ref] = refs
+        try:
+            written = await self.ssd.write(
+                name, self._arena.payload[ref.slot], self._arena.segment_sum[ref.slot]
+            )
+        finally:
+            self._pool.release(*key)
+        if isinstance(written, Written):
+            self._handle(WriteDone(name))
+            self._changed([name])
+        else:
+            logger.warning("block %s stays off the ssd: %s", name.hex()[:8], written.reason)
+            self._handle(WriteFailed(name, written.full))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
