@@ -8,7 +8,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help venv demo serve test check bench protos lock clean
+.PHONY: help venv demo serve test test-faults check bench protos lock clean
 
 PYTHON ?= $(shell command -v python3.11 || echo python3)
 TORCH_INDEX ?=
@@ -19,7 +19,7 @@ TORCH := $(shell grep '^torch==' requirements/cpu.txt)
 TYPED := cluster kvstore prefill_worker decode_worker scripts tests $(wildcard benchmarks)
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 venv: .venv/runtime  ## create .venv and install the runtime (about 5 minutes, 1.5 GB of downloads)
 
@@ -31,6 +31,9 @@ serve: .venv/runtime  ## start a cluster and stay; Ctrl-C ends it
 
 test: .venv/dev  ## run the whole test suite
 	@$(PY) -m pytest
+
+test-faults: .venv/dev  ## the fault tests with their full counts (minutes)
+	@MOONPOOL_FAULTS=full $(PY) -m pytest tests/faults --timeout 3600
 
 check: .venv/dev  ## linters, formatting, types, import contracts
 	@$(PY) -m ruff check .

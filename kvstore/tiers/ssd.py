@@ -191,7 +191,8 @@ class SsdTier:
             )
             temporary.rename(path)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink()
             full = error.errno in _FULL
             self.counters.full += full
             return NotWritten(f"{path.parent}: {error.strerror or error}", full)
@@ -223,7 +224,8 @@ class SsdTier:
         return Loaded(sums)
 
     def _discard(self, path: Path, reason: str) -> Missed:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink()
         self.counters.corrupt += 1
         return Missed(reason, corrupt=True)
 

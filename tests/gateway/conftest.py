@@ -47,7 +47,7 @@ async def url(config: GatewayConfig, backend: ScriptedBackend) -> AsyncIterator[
         port = listener.getsockname()[1]
         server = uvicorn.Server(uvicorn.Config(create_app(config, backend), log_level="warning"))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        while not server.started:  # noqa: ASYNC110  # uvicorn offers a flag, not an event
+        while not server.started:  # uvicorn offers a flag, not an event
             await asyncio.sleep(0.01)
         yield f"http://127.0.0.1:{port}"
         server.should_exit = True

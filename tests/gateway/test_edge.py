@@ -258,11 +258,11 @@ async def test_a_client_that_leaves_ends_the_work(
 
 async def _until(condition: Any) -> None:
     async with asyncio.timeout(5.0):
-        while not condition():  # noqa: ASYNC110  # what is awaited happens in the server
+        while not condition():  # what is awaited happens in the server
             await asyncio.sleep(0.005)
 
 
 async def _until_outcome(http: httpx.AsyncClient, outcome: str) -> None:
     async with asyncio.timeout(5.0):
-        while f'outcome="{outcome}"' not in (await http.get("/metrics")).text:  # noqa: ASYNC110
+        while f'outcome="{outcome}"' not in (await http.get("/metrics")).text:
             await asyncio.sleep(0.02)
