@@ -7,7 +7,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import httpx
 import typer
@@ -97,6 +97,27 @@ def up(  # one parameter a flag
             with console.status("stopping"):
                 cluster.stop()
     console.print("stopped")
+
+
+@app.command()
+def pool(
+    action: Annotated[Literal["inspect", "verify", "drop"], typer.Argument(help="what to do on every node")],
+    tier: Annotated[str, typer.Option(help="drop: only from dram, or only from ssd")] = "",
+    url: Annotated[str, typer.Option(help="the gateway")] = "http://127.0.0.1:8000",
+) -> None:
+    """Look into the KV pool: what each node holds, whether it verifies; or empty it."""
+    import grpc
+
+    from cluster.control import pool as nodes
+
+    members = [member for member in _get(f"{url}/moonpool/v1/status")["members"] if member["role"] == "node"]
+    shown = Console()
+    for member in members:
+        try:
+            shown.print(nodes.ACTIONS[action](member["id"], member["address"], tier))
+        except grpc.RpcError as error:
+            console.print(f"[bold red]{member['id']}: {error.details()}", highlight=False)
+            raise typer.Exit(1) from error
 
 
 @app.command()

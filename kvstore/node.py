@@ -431,13 +431,40 @@ class KVNode(KVNodeServicer):
 
     async def Drop(self, request: pb.DropRequest, context: Context) -> pb.DropReply:
         pool, _ = await self._ready(context)
+        if request.tier not in ("", "dram", "ssd"):
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"tier {request.tier!r} is neither dram nor ssd"
+            )
         dropped = 0
-        for name in await self._names(request.hashes, context):
-            on_ssd = self._tiering is not None and self._tiering.forget(name)
-            dropped += pool.drop(name) or on_ssd
+        names = list(self._announced) if request.all else await self._names(request.hashes, context)
+        for name in names:
+            in_dram = request.tier != "ssd" and pool.drop(name)
+            on_ssd = request.tier != "dram" and self._tiering is not None and self._tiering.forget(name)
+            dropped += in_dram or on_ssd
         self._dropped += dropped
         self._apply()
         return pb.DropReply(dropped=dropped)
+
+    async def Verify(self, request: pb.Empty, context: Context) -> pb.VerifyReply:
+        pool, arena = await self._ready(context)
+        reply = pb.VerifyReply()
+        for name in pool.committed():
+            key = (RequestId(f"verify {name.hex()}"), "verify")
+            refs = pool.acquire(*key, [name], float("inf"))
+            try:
+                good = [
+                    await asyncio.to_thread(arena.verify_block, ref.slot, ref.epoch, name) for ref in refs
+                ]
+            finally:
+                pool.release(*key)
+            reply.dram_blocks += len(good)
+            if not all(good):
+                reply.dram_corrupt += 1
+                self._dropped += pool.drop(name)
+            self._apply()
+        if self._tiering is not None:
+            reply.ssd_blocks, reply.ssd_corrupt = await self._tiering.verify()
+        return reply
 
     # -- events and state -----------------------------------------------------------------------------------
 

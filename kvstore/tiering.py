@@ -6,9 +6,12 @@ from being evicted under it. A read fills slots that the fetcher has reserved.
 
 import asyncio
 import logging
+import mmap
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
+
+import numpy as np
 
 from kvstore.core.blocks import BlockHash, RequestId
 from kvstore.core.slots import SlotPool, SlotRef
@@ -26,7 +29,7 @@ from kvstore.core.tiers import (
     WriteFailed,
 )
 from kvstore.tiers.dram import Arena
-from kvstore.tiers.ssd import Loaded, SsdTier, Written
+from kvstore.tiers.ssd import Loaded, Missed, SsdTier, Written
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +91,20 @@ class Tiering:
         """Returns the blocks that were there and verified."""
         read = await asyncio.gather(*(self._read(ref, deadline_s) for ref in blocks))
         return {ref.hash for ref, came in zip(blocks, read, strict=True) if came}
+
+    async def verify(self) -> tuple[int, int]:
+        """Reads every block on the SSD; those that do not verify are deleted. Returns (blocks, corrupt)."""
+        names = self.machine.names()
+        shape = self._arena.payload[0].shape
+        memory = mmap.mmap(-1, -(-self._arena.payload[0].size // mmap.PAGESIZE) * mmap.PAGESIZE)
+        buffer = np.frombuffer(memory, np.uint8, self._arena.payload[0].size).reshape(shape)
+        corrupt = 0
+        for name in names:
+            result = await self.ssd.read(name, buffer)
+            if isinstance(result, Missed):
+                corrupt += result.corrupt
+                self._lost(name)
+        return len(names), corrupt
 
     async def close(self) -> None:
         """Ends when nothing reads or writes any more."""

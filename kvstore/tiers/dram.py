@@ -211,6 +211,13 @@ class Arena:
             and self.epoch[slot] == epoch
         )
 
+    def verify_block(self, slot: int, epoch: int, name: BlockHash) -> bool:
+        """Do all of the slot's own segments verify?"""
+        return all(
+            self.verify(slot, layer, epoch, name, self.payload[slot, layer])
+            for layer in range(self.shape.layout.layers)
+        )
+
 
 def segment_sum(payload: npt.NDArray[np.uint8], name: BlockHash, layer: int) -> int:
     """XXH3-64 of one layer of one block, bound to the block's name and the layer."""

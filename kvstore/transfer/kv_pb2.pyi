@@ -460,20 +460,56 @@ class DropRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HASHES_FIELD_NUMBER: _builtins.int
+    ALL_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    all: _builtins.bool
+    """instead of `hashes`"""
+    tier: _builtins.str
+    """"dram" or "ssd"; empty: both"""
     @_builtins.property
     def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     def __init__(
         self,
         *,
         hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        all: _builtins.bool = ...,
+        tier: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "hashes", b"hashes", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DropRequest: _TypeAlias = DropRequest  # noqa: Y015
+
+@_typing.final
+class VerifyReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAM_BLOCKS_FIELD_NUMBER: _builtins.int
+    DRAM_CORRUPT_FIELD_NUMBER: _builtins.int
+    SSD_BLOCKS_FIELD_NUMBER: _builtins.int
+    SSD_CORRUPT_FIELD_NUMBER: _builtins.int
+    dram_blocks: _builtins.int
+    dram_corrupt: _builtins.int
+    ssd_blocks: _builtins.int
+    ssd_corrupt: _builtins.int
+    def __init__(
+        self,
+        *,
+        dram_blocks: _builtins.int = ...,
+        dram_corrupt: _builtins.int = ...,
+        ssd_blocks: _builtins.int = ...,
+        ssd_corrupt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dram_blocks", b"dram_blocks", "dram_corrupt", b"dram_corrupt", "ssd_blocks", b"ssd_blocks", "ssd_corrupt", b"ssd_corrupt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyReply: _TypeAlias = VerifyReply  # noqa: Y015
 
 @_typing.final
 class DropReply(_message.Message):

@@ -79,6 +79,11 @@ class KVNodeStub:
                 request_serializer=kvstore_dot_transfer_dot_kv__pb2.DropRequest.SerializeToString,
                 response_deserializer=kvstore_dot_transfer_dot_kv__pb2.DropReply.FromString,
                 _registered_method=True)
+        self.Verify = channel.unary_unary(
+                '/moonpool.kv.KVNode/Verify',
+                request_serializer=kvstore_dot_transfer_dot_kv__pb2.Empty.SerializeToString,
+                response_deserializer=kvstore_dot_transfer_dot_kv__pb2.VerifyReply.FromString,
+                _registered_method=True)
         self.Events = channel.unary_stream(
                 '/moonpool.kv.KVNode/Events',
                 request_serializer=kvstore_dot_transfer_dot_kv__pb2.EventsRequest.SerializeToString,
@@ -159,7 +164,14 @@ class KVNodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drop(self, request, context):
-        """Blocks that did not verify: forget them.
+        """Blocks that did not verify, or that an operator wants gone: forget them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Verify(self, request, context):
+        """Reads every block that nobody is writing, in both tiers, and forgets those that do not verify.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -232,6 +244,11 @@ def add_KVNodeServicer_to_server(servicer, server):
                     servicer.Drop,
                     request_deserializer=kvstore_dot_transfer_dot_kv__pb2.DropRequest.FromString,
                     response_serializer=kvstore_dot_transfer_dot_kv__pb2.DropReply.SerializeToString,
+            ),
+            'Verify': grpc.unary_unary_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=kvstore_dot_transfer_dot_kv__pb2.Empty.FromString,
+                    response_serializer=kvstore_dot_transfer_dot_kv__pb2.VerifyReply.SerializeToString,
             ),
             'Events': grpc.unary_stream_rpc_method_handler(
                     servicer.Events,
@@ -492,6 +509,33 @@ class KVNode:
             '/moonpool.kv.KVNode/Drop',
             kvstore_dot_transfer_dot_kv__pb2.DropRequest.SerializeToString,
             kvstore_dot_transfer_dot_kv__pb2.DropReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.kv.KVNode/Verify',
+            kvstore_dot_transfer_dot_kv__pb2.Empty.SerializeToString,
+            kvstore_dot_transfer_dot_kv__pb2.VerifyReply.FromString,
             options,
             channel_credentials,
             insecure,

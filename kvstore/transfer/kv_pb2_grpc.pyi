@@ -57,7 +57,9 @@ class KVNodeStub:
     what is missing will not come; the reader verifies and counts.
     """
     Drop: _grpc.UnaryUnaryMultiCallable[_kv_pb2.DropRequest, _kv_pb2.DropReply]
-    """Blocks that did not verify: forget them."""
+    """Blocks that did not verify, or that an operator wants gone: forget them."""
+    Verify: _grpc.UnaryUnaryMultiCallable[_kv_pb2.Empty, _kv_pb2.VerifyReply]
+    """Reads every block that nobody is writing, in both tiers, and forgets those that do not verify."""
     Events: _grpc.UnaryStreamMultiCallable[_kv_pb2.EventsRequest, _kv_pb2.BlockEvents]
     """First a snapshot, then changes, with sequence numbers."""
     Status: _grpc.UnaryUnaryMultiCallable[_kv_pb2.Empty, _kv_pb2.NodeStatus]
@@ -91,7 +93,9 @@ class KVNodeAsyncStub(KVNodeStub):
     what is missing will not come; the reader verifies and counts.
     """
     Drop: _aio.UnaryUnaryMultiCallable[_kv_pb2.DropRequest, _kv_pb2.DropReply]  # type: ignore[assignment]
-    """Blocks that did not verify: forget them."""
+    """Blocks that did not verify, or that an operator wants gone: forget them."""
+    Verify: _aio.UnaryUnaryMultiCallable[_kv_pb2.Empty, _kv_pb2.VerifyReply]  # type: ignore[assignment]
+    """Reads every block that nobody is writing, in both tiers, and forgets those that do not verify."""
     Events: _aio.UnaryStreamMultiCallable[_kv_pb2.EventsRequest, _kv_pb2.BlockEvents]  # type: ignore[assignment]
     """First a snapshot, then changes, with sequence numbers."""
     Status: _aio.UnaryUnaryMultiCallable[_kv_pb2.Empty, _kv_pb2.NodeStatus]  # type: ignore[assignment]
@@ -176,7 +180,15 @@ class KVNodeServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_pb2.DropRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kv_pb2.DropReply, _abc.Awaitable[_kv_pb2.DropReply]]:
-        """Blocks that did not verify: forget them."""
+        """Blocks that did not verify, or that an operator wants gone: forget them."""
+
+    @_abc_1.abstractmethod
+    def Verify(
+        self,
+        request: _kv_pb2.Empty,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kv_pb2.VerifyReply, _abc.Awaitable[_kv_pb2.VerifyReply]]:
+        """Reads every block that nobody is writing, in both tiers, and forgets those that do not verify."""
 
     @_abc_1.abstractmethod
     def Events(

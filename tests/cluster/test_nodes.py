@@ -97,3 +97,32 @@ async def test_blocks_on_the_ssd_outlive_the_cluster(start: Start, tmp_path: Pat
     await after.answered_right(whole)
     assert after.computed("prefill") == 1
     assert (await status(after.node)).fetched_ssd_blocks == 8
+
+
+async def test_an_operator_verifies_and_drops(start: Start, tmp_path: Path) -> None:
+    cluster = await start(ssd_dir=tmp_path)
+    whole = [*prompt(8 * BLOCK), 1]
+    await cluster.answered_right(whole)
+    await cluster.settled()
+
+    async def written() -> bool:
+        return (await status(cluster.node)).ssd_blocks == 8
+
+    await until(written, "the blocks are on the ssd")
+    arena = cluster.workers["decode-0"].engine.arena
+    arena.payload[int(arena.epoch.argmax())] ^= 1
+    [file, *_] = [path for path in tmp_path.rglob("*") if len(path.name) == 64]
+    file.write_bytes(b"x" + file.read_bytes()[1:])
+    found: pb.VerifyReply = await cluster.node.Verify(pb.Empty())
+    assert (found.dram_blocks, found.dram_corrupt, found.ssd_blocks, found.ssd_corrupt) == (8, 1, 8, 1)
+    again: pb.VerifyReply = await cluster.node.Verify(pb.Empty())
+    assert (again.dram_blocks, again.dram_corrupt, again.ssd_blocks, again.ssd_corrupt) == (7, 0, 7, 0)
+    await cluster.answered_right(whole)
+    dropped: pb.DropReply = await cluster.node.Drop(pb.DropRequest(all=True))
+    assert dropped.dropped == 8
+    await until(lambda: _empty(cluster), "nothing is left, and the conductor knows")
+
+
+async def _empty(cluster: SmallCluster) -> bool:
+    now = await status(cluster.node)
+    return (now.committed, now.ssd_blocks, await known_blocks(cluster, 0)) == (0, 0, 0)
