@@ -1,0 +1,178 @@
+"""The same prompt again, its KV found in the pool: time to first token against that of computing it.
+
+A cluster of two KV nodes: the prefill worker beside one, the decode worker beside the other. Each round takes a prompt
+that was never seen; before each further request all copies are dropped but those that it is to find, and the nodes'
+counters prove where the blocks came from. Last the cluster is stopped and another started on the same SSD folder.
+"""
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import numpy as np
+from rich.console import Console
+
+from benchmarks.report import Row
+from cluster.config import ClusterConfig, load_config
+from cluster.control.local import LocalCluster
+from kvstore.transfer import kv_pb2 as pb
+from kvstore.transfer.kv_pb2_grpc import KVNodeStub
+
+PROMPT_TOKENS = 2000
+_ROUNDS = 3
+_ANSWER_TOKENS = 4
+_TIMEOUT_S = 300.0
+_BARS = {"dram": 0.08, "peer": 0.10, "ssd": 0.12, "restart": 0.12}
+_NEAR, _FAR = "node-0", "node-1"  # beside the prefill worker, beside the decode worker
+
+progress = Console(stderr=True, highlight=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    ttft_s: float
+    token_ids: list[int]
+
+
+def config(ssd_dir: Path) -> ClusterConfig:
+    return load_config(flags={"nodes": 2, "gateway": {"port": 0}, "pool": {"ssd_dir": ssd_dir}}, environ={})
+
+
+def rows(seed: int) -> list[Row]:
+    """Raises RuntimeError when blocks did not come from where they were to come from, or tokens differ."""
+    found: dict[str, list[dict[str, float]]] = {source: [] for source in _BARS}
+    prompts = [
+        np.random.default_rng([seed, number]).integers(0, 49_000, PROMPT_TOKENS).tolist()
+        for number in range(_ROUNDS)
+    ]
+    with tempfile.TemporaryDirectory(prefix="moonpool-bench-") as folder:
+        colds: list[Asked] = []
+        with LocalCluster(config(Path(folder))) as cluster:
+            _ask(cluster, list(range(100, 164)))  # warms both engines
+            for number, prompt in enumerate(prompts):
+                colds.append(_round(cluster, prompt, found))
+                progress.print(
+                    f"round {number}: cold {colds[-1].ttft_s:.2f} s, then "
+                    + ", ".join(
+                        f"{source} {each[-1]['ttft_s']:.2f} s" for source, each in found.items() if each
+                    )
+                )
+        with LocalCluster(config(Path(folder))) as cluster:
+            _ask(cluster, list(range(100, 164)))
+            for prompt, cold in zip(prompts, colds, strict=True):
+                _again(cluster, "restart", prompt, cold, found, _came_from(cluster, "fetched_ssd_blocks"))
+                progress.print(f"after a restart: {found['restart'][-1]['ttft_s']:.2f} s")
+    return [_row(source, samples) for source, samples in found.items()]
+
+
+def _round(cluster: LocalCluster, prompt: list[int], found: dict[str, list[dict[str, float]]]) -> Asked:
+    cold = _ask(cluster, prompt)
+    blocks = len(prompt) // cluster.config.pool.block_tokens
+    _until(lambda: _status(cluster, _NEAR).ssd_blocks >= blocks, "the blocks are on the ssd")
+    _again(cluster, "dram", prompt, cold, found, _came_from(cluster))
+    _drop(cluster, _NEAR, "dram")
+    _drop(cluster, _NEAR, "ssd")
+    _again(cluster, "peer", prompt, cold, found, _came_from(cluster, "fetched_peer_blocks"))
+    _until(lambda: _status(cluster, _NEAR).ssd_blocks >= blocks, "the blocks are on the ssd again")
+    _drop(cluster, _NEAR, "dram")
+    _drop(cluster, _FAR, "")
+    _again(cluster, "ssd", prompt, cold, found, _came_from(cluster, "fetched_ssd_blocks"))
+    return cold
+
+
+def _again(
+    cluster: LocalCluster,
+    source: str,
+    prompt: list[int],
+    cold: Asked,
+    found: dict[str, list[dict[str, float]]],
+    prove: Callable[[int], None],
+) -> None:
+    asked = _ask(cluster, prompt)
+    prove(len(prompt) // cluster.config.pool.block_tokens)
+    if asked.token_ids != cold.token_ids:
+        raise RuntimeError(f"from {source}: {asked.token_ids}, cold {cold.token_ids}")
+    found[source].append({"ttft_s": asked.ttft_s, "cold_ttft_s": cold.ttft_s})
+
+
+def _came_from(cluster: LocalCluster, counter: str = "") -> Callable[[int], None]:
+    """Checks afterwards that the near node brought the prompt's blocks from there, or (without) none at all."""
+    counters = ("fetched_ssd_blocks", "fetched_peer_blocks")
+    before = {each: getattr(_status(cluster, _NEAR), each) for each in counters}
+
+    def prove(blocks: int) -> None:
+        after = {each: getattr(_status(cluster, _NEAR), each) - before[each] for each in counters}
+        wanted = {each: blocks if each == counter else 0 for each in counters}
+        if after != wanted:
+            raise RuntimeError(f"blocks came from elsewhere: {after}, not {wanted}")
+
+    return prove
+
+
+def _ask(cluster: LocalCluster, prompt: list[int]) -> Asked:
+    body: dict[str, Any] = {
+        "model": cluster.model_name,
+        "prompt": prompt,
+        "max_tokens": _ANSWER_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    ids: list[int] = []
+    ttft_s = 0.0
+    began_s = time.perf_counter()
+    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=_TIMEOUT_S) as response:
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            ttft_s = ttft_s or time.perf_counter() - began_s
+            data = json.loads(line.removeprefix("data: "))
+            if "error" in data:
+                raise RuntimeError(str(data["error"]))
+            ids += data["choices"][0]["token_ids"] or [] if data["choices"] else []
+    if len(ids) != _ANSWER_TOKENS:
+        raise RuntimeError(f"{len(ids)} tokens instead of {_ANSWER_TOKENS}: {response.status_code}")
+    return Asked(ttft_s, ids)
+
+
+def _status(cluster: LocalCluster, node: str) -> pb.NodeStatus:
+    with grpc.insecure_channel(cluster.address(node)) as channel:
+        return KVNodeStub(channel).Status(pb.Empty(), timeout=10)
+
+
+def _drop(cluster: LocalCluster, node: str, tier: str) -> None:
+    """Drops, and waits until the conductor knows what is left."""
+    with grpc.insecure_channel(cluster.address(node)) as channel:
+        KVNodeStub(channel).Drop(pb.DropRequest(all=True, tier=tier), timeout=10)
+    time.sleep(1.0)  # the node's events, the conductor's index
+
+
+def _until(holds: Callable[[], bool], what: str) -> None:
+    end_s = time.monotonic() + 60.0
+    while not holds():
+        if time.monotonic() > end_s:
+            raise RuntimeError(f"not within a minute: {what}")
+        time.sleep(0.1)
+
+
+def _row(source: str, samples: list[dict[str, float]]) -> Row:
+    cold_s = statistics.median(sample["cold_ttft_s"] for sample in samples)
+    step_s = 0.15  # the last block's tail in the prefill engine, and the last token in the decode engine
+    return Row(
+        name=f"ttft_again_from_{source}",
+        value=statistics.median(sample["ttft_s"] / sample["cold_ttft_s"] for sample in samples),
+        unit="of cold",
+        op="<=",
+        bar=_BARS[source],
+        bound=step_s / cold_s,
+        why=f"one small prefill step and one decode step, {step_s} s, of {cold_s:.1f} s cold",
+        samples=tuple(samples),
+    )
