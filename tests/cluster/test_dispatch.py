@@ -151,9 +151,6 @@ async def test_an_answer_that_nobody_saw_is_begun_again(start: "Start") -> None:
     cluster.workers["decode-0"].engine.die_after(LAYERS + 2)
     await cluster.answered_right(prompt(0))
     assert [each["decision"]["decode"] for each in cluster.attempts()] == ["decode-0", "decode-1"]
-    await cluster.settled()
-    seen = cluster.driver.status()["conductor"]["ttft_fit"]["samples"]
-    assert seen == 2, "each attempt had a first token, and the conductor learns from each"
 
 
 async def test_the_conductor_hears_of_a_lost_prefill_from_the_prefill_side(
