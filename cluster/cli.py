@@ -56,14 +56,9 @@ def up(  # one parameter a flag
             "prefill": prefill,
             "decode": decode,
             "nodes": nodes,
-            "gateway": {
-                "host": host,
-                "port": port,
-                "tool_call_parser": tool_call_parser,
-                "reasoning_parser": reasoning_parser,
-            },
+            "gateway": {"host": host, "port": port, "tool_call_parser": tool_call_parser},
             "pool": {"dram_bytes": dram_bytes, "ssd_dir": ssd_dir, "ssd_bytes": ssd_bytes},
-            "engine": {"max_model_len": max_model_len},
+            "engine": {"max_model_len": max_model_len, "reasoning_parser": reasoning_parser},
         },
     )
     from cluster.control.local import LocalCluster, Part, PartFailedError

@@ -38,6 +38,7 @@ class EngineConfig(_Part):
     kv_bytes: int = Field(1024 * MiB, ge=16 * MiB, description="each engine's own KV memory (CPU: whole GiB)")
     threads: int = Field(1, ge=1, description="compute threads of each engine (CPU)")
     seed: int = 0
+    reasoning_parser: str = Field("", description="vLLM's parser of the model's reasoning; none: it is text")
 
 
 class PoolConfig(_Part):
@@ -65,11 +66,9 @@ class GatewayConfig(_Part):
     port: int = Field(8000, ge=0, le=65535)
     body_bytes_max: int = Field(16 * MiB, ge=1024)
     served_model_name: str | None = None
+    chat_template: str | None = Field(None, description="file or text; none: the model's own")
     tool_call_parser: str | None = Field(
-        None, description="vLLM's parser of the model's tool calls; none: off"
-    )
-    reasoning_parser: str | None = Field(
-        None, description="vLLM's parser of the model's reasoning; none: off"
+        None, description="vLLM's parser of the model's tool calls; with one, tool_choice `auto` is served"
     )
 
 

@@ -72,6 +72,9 @@ class PrefillWorker(PrefillWorkerServicer):
 
     async def _reserve(self, request: pb.PrefillRequest, context: Context) -> list[kv.Slot]:
         """Slots for the prompt; waits for room until the caller's deadline."""
+        full, rest = divmod(len(request.token_ids), self._engine.layout.block_tokens)
+        if (len(request.hashes), bool(request.tail_hash)) != (full, bool(rest)):
+            raise ValueError(f"{len(request.hashes)} blocks are named for {len(request.token_ids)} tokens")
         wanted = kv.ReserveRequest(
             request_id=request.request_id,
             worker_id=self._engine.worker_id,

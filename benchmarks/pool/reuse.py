@@ -73,16 +73,20 @@ def rows(seed: int) -> list[Row]:
 
 
 def _round(cluster: LocalCluster, prompt: list[int], found: dict[str, list[dict[str, float]]]) -> Asked:
+    before = _held(cluster, _NEAR)
     cold = _ask(cluster, prompt)
+    _settle()
+    names = sorted(_held(cluster, _NEAR) - before)
     blocks = len(prompt) // cluster.config.pool.block_tokens
-    _until(lambda: _status(cluster, _NEAR).ssd_blocks >= blocks, "the blocks are on the ssd")
+    _until(lambda: _status(cluster, _NEAR).ssd_blocks >= len(before) + blocks, "the blocks are on the ssd")
     _again(cluster, "dram", prompt, cold, found, _came_from(cluster))
-    _drop(cluster, _NEAR, "dram")
-    _drop(cluster, _NEAR, "ssd")
+    _drop(cluster, _NEAR, names, "")
     _again(cluster, "peer", prompt, cold, found, _came_from(cluster, "fetched_peer_blocks"))
-    _until(lambda: _status(cluster, _NEAR).ssd_blocks >= blocks, "the blocks are on the ssd again")
-    _drop(cluster, _NEAR, "dram")
-    _drop(cluster, _FAR, "")
+    _until(
+        lambda: _status(cluster, _NEAR).ssd_blocks >= len(before) + blocks, "the blocks are on the ssd again"
+    )
+    _drop(cluster, _NEAR, names, "dram")
+    _drop(cluster, _FAR, names, "")
     _again(cluster, "ssd", prompt, cold, found, _came_from(cluster, "fetched_ssd_blocks"))
     return cold
 
@@ -148,11 +152,25 @@ def _status(cluster: LocalCluster, node: str) -> pb.NodeStatus:
         return KVNodeStub(channel).Status(pb.Empty(), timeout=10)
 
 
-def _drop(cluster: LocalCluster, node: str, tier: str) -> None:
+def _held(cluster: LocalCluster, node: str) -> set[bytes]:
+    """The names of all blocks that the node holds: the snapshot that its events begin with."""
+    with grpc.insecure_channel(cluster.address(node)) as channel:
+        events = KVNodeStub(channel).Events(pb.EventsRequest(), timeout=10)
+        names = set(next(iter(events)).stored)
+        events.cancel()
+    return names
+
+
+def _drop(cluster: LocalCluster, node: str, names: list[bytes], tier: str) -> None:
     """Drops, and waits until the conductor knows what is left."""
     with grpc.insecure_channel(cluster.address(node)) as channel:
-        KVNodeStub(channel).Drop(pb.DropRequest(all=True, tier=tier), timeout=10)
-    time.sleep(1.0)  # the node's events, the conductor's index
+        KVNodeStub(channel).Drop(pb.DropRequest(hashes=names, tier=tier), timeout=10)
+    _settle()
+
+
+def _settle() -> None:
+    """Until leases are released, events have come, and the conductor's index is up to date."""
+    time.sleep(1.0)
 
 
 def _until(holds: Callable[[], bool], what: str) -> None:

@@ -48,6 +48,7 @@ from cluster.core.events import (
     NodeLeft,
     NodeSnapshot,
     PrefillFinished,
+    PrefillLost,
     PrefillStarted,
     Timer,
     WorkerJoined,
@@ -106,7 +107,13 @@ class Conductor:
             case Arrive():
                 return self._arrive(event)
             case (
-                PrefillStarted() | DecodeStarted() | FirstToken() | PrefillFinished() | Finished() | Failed()
+                PrefillStarted()
+                | PrefillFinished()
+                | PrefillLost()
+                | DecodeStarted()
+                | FirstToken()
+                | Finished()
+                | Failed()
             ):
                 return self._progress(event)
             case Aborted():
@@ -217,7 +224,14 @@ class Conductor:
         return trusted + [w for w in self._workers.values() if w.role not in roles]
 
     def _progress(
-        self, event: PrefillStarted | PrefillFinished | DecodeStarted | FirstToken | Finished | Failed
+        self,
+        event: PrefillStarted
+        | PrefillFinished
+        | PrefillLost
+        | DecodeStarted
+        | FirstToken
+        | Finished
+        | Failed,
     ) -> list[Command]:
         flight = self._flights.get(event.request)
         if flight is None or flight.place.attempt != event.attempt:
@@ -227,6 +241,8 @@ class Conductor:
                 self._prefill_started(flight)
             case PrefillFinished():
                 self._prefill_finished(flight, event)
+            case PrefillLost():
+                self._suspect(flight, "prefill")
             case DecodeStarted():
                 self._decode_started(flight)
             case FirstToken():

@@ -66,6 +66,15 @@ class PrefillFinished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillLost:
+    """The prefill worker failed; the attempt goes on, since the decode worker may compute what is missing."""
+
+    request: RequestId
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeStarted:
     """The KV is in the decode engine and the request in its batch."""
 
@@ -75,6 +84,8 @@ class DecodeStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstToken:
+    """`ttft_s` is counted from the client's arrival, that of a later attempt from its own placement."""
+
     request: RequestId
     attempt: int
     ttft_s: float
@@ -145,6 +156,7 @@ Event = (
     | Arrive
     | PrefillStarted
     | PrefillFinished
+    | PrefillLost
     | DecodeStarted
     | FirstToken
     | Finished

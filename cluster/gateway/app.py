@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import re
 import time
@@ -188,9 +189,17 @@ def _call(raw: Request, config: GatewayConfig) -> Call:
     )
 
 
+class _Json(JSONResponse):
+    """JSON of what clients may have sent: half a surrogate pair, which no UTF-8 holds, goes back as the escape it was."""
+
+    def render(self, content: Any) -> bytes:
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return text.encode(errors="backslashreplace")
+
+
 def _response(reply: Whole) -> Response:
     headers = None if reply.retry_after_s is None else {"Retry-After": str(reply.retry_after_s)}
-    return JSONResponse(reply.body, reply.status, headers)
+    return _Json(reply.body, reply.status, headers)
 
 
 async def _serve(answerer: Answerer, body: object, raw: Request, config: GatewayConfig) -> Response:

@@ -9,8 +9,9 @@ import asyncio
 import json
 import logging
 import time
+import uuid
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ from cluster.core.events import (
     Finished,
     FirstToken,
     PrefillFinished,
+    PrefillLost,
     PrefillStarted,
 )
 from cluster.core.log import decode, encode
@@ -78,9 +80,14 @@ class Story:
 
 @dataclass(slots=True)
 class _Attempt:
-    """One try at one request."""
+    """One try at one request.
+
+    `name` is the request's beyond this gateway. A client may send an id again while workers still clean up after its
+    last use, and another gateway may serve the same id: what one holds must not be taken for what the other does.
+    """
 
     request: GenerateRequest
+    name: RequestId
     number: int
     place: Place
     decision: control.Decision
@@ -133,10 +140,11 @@ class ClusterBackend:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
         root, chain = _chain(request, self._description())
         story = self._begin(request)
+        name = RequestId(f"{request.request_id}-{uuid.uuid4().hex[:8]}")
         try:
             for number in range(1, _ATTEMPTS_MAX + 1):
                 await asyncio.sleep(_RETRY_PAUSE_S * (number - 1))
-                attempt = await self._place(request, number, chain, story)
+                attempt = await self._place(request, name, number, chain, story)
                 try:
                     async with aclosing(self._run(attempt, root, chain, story)) as outputs:
                         async for output in outputs:
@@ -149,33 +157,38 @@ class ClusterBackend:
         except (asyncio.CancelledError, GeneratorExit):
             if story.outcome == "running":
                 story.outcome = "aborted"
-                self._report(Aborted(request=RequestId(request.request_id)))
+                self._report(Aborted(request=name))
             raise
         except Exception as refused:
             story.outcome = f"{type(refused).__name__}: {refused}"
-            self._report(Aborted(request=RequestId(request.request_id)))  # whatever was placed is over
+            self._report(Aborted(request=name))  # whatever was placed is over
             raise
         finally:
             story.finished_s = time.time() - story.arrived_s
 
     def _lost(self, attempt: _Attempt, story: Story, lost: WorkerLost) -> None:
         """Tells the conductor. Raises Unavailable when the client has tokens already: then there is no second try."""
-        name = RequestId(attempt.request.request_id)
-        self._report(Failed(request=name, attempt=attempt.number, stage=lost.stage, reason=str(lost)))
+        self._report(Failed(request=attempt.name, attempt=attempt.number, stage=lost.stage, reason=str(lost)))
         attempt.story["failed"] = f"{lost.stage}: {lost}"
-        logger.warning("request %s attempt %d: %s", name, attempt.number, lost)
+        logger.warning("request %s attempt %d: %s", attempt.name, attempt.number, lost)
         if story.delivered:
             raise Unavailable(
                 f"the {lost.stage} worker was lost in the middle of the answer: {lost}"
             ) from lost
+        story.first_token_s = None  # nobody saw it
 
     # -- one attempt --------------------------------------------------------------------------------------------
 
     async def _place(
-        self, request: GenerateRequest, number: int, chain: tuple[BlockHash, ...], story: Story
+        self,
+        request: GenerateRequest,
+        name: RequestId,
+        number: int,
+        chain: tuple[BlockHash, ...],
+        story: Story,
     ) -> _Attempt:
         arrival = Arrive(
-            request=RequestId(request.request_id),
+            request=name,
             attempt=number,
             tenant=TenantId(request.tenant),
             tokens=len(request.token_ids),
@@ -198,13 +211,13 @@ class ClusterBackend:
         if isinstance(command, Reject):
             raise UnservedRequest(command.reason)
         assert isinstance(command, Place), command
-        return _Attempt(request, number, command, decision, record)
+        return _Attempt(request, name, number, command, decision, record)
 
     async def _run(
         self, attempt: _Attempt, root: BlockHash, chain: tuple[BlockHash, ...], story: Story
     ) -> AsyncGenerator[RequestOutput, None]:
         """Prefill and decode side by side; the prefill's call lives until the decode side has the KV."""
-        key = (attempt.request.request_id, attempt.number)
+        key = (attempt.name, attempt.number)
         ended = self._running[key] = asyncio.Event()
         stop = asyncio.create_task(ended.wait())
         prefill: asyncio.Task[None] | None = None
@@ -235,15 +248,13 @@ class ClusterBackend:
         plan: "asyncio.Future[list[kv.Slot]]",
     ) -> None:
         """Runs the prompt; then keeps the hand-off's lease until the decode side has loaded."""
-        request, tokens = attempt.request, attempt.request.token_ids
+        tokens = attempt.request.token_ids
         tail = tokens[len(chain) * self._description().block_tokens :]
-        tail_name = (
-            tail_hash(chain[-1] if chain else root, tail, RequestId(request.request_id)) if tail else b""
-        )
+        tail_name = tail_hash(chain[-1] if chain else root, tail, attempt.name) if tail else b""
         names = [*chain, tail_name] if tail else list(chain)
         call = PrefillWorkerStub(self._channel(attempt.decision.prefill_address)).Prefill(
             prefill_pb2.PrefillRequest(
-                request_id=f"{request.request_id}/{attempt.number}",
+                request_id=f"{attempt.name}/{attempt.number}",
                 token_ids=tokens,
                 hashes=chain,
                 tail_hash=tail_name,
@@ -253,7 +264,7 @@ class ClusterBackend:
             timeout=_REQUEST_S_MAX,
         )
         try:
-            self._report(PrefillStarted(request=RequestId(request.request_id), attempt=attempt.number))
+            self._report(PrefillStarted(request=attempt.name, attempt=attempt.number))
             async for reply in call:
                 if reply.HasField("plan"):
                     slots = list(reply.plan.slots)
@@ -269,7 +280,13 @@ class ClusterBackend:
                     return
             raise WorkerLost("prefill", "the call ended before the prompt was done")
         except grpc.aio.AioRpcError as error:
-            raise _lost_or_refused("prefill", error) from error
+            refused = _lost_or_refused("prefill", error)
+            if isinstance(
+                refused, WorkerLost
+            ):  # the answer may come all the same: decode computes what is missing
+                lost = PrefillLost(request=attempt.name, attempt=attempt.number, reason=str(refused))
+                self._report(lost)
+            raise refused from error
         finally:
             call.cancel()
 
@@ -287,7 +304,7 @@ class ClusterBackend:
         }
         self._report(
             PrefillFinished(
-                request=RequestId(attempt.request.request_id),
+                request=attempt.name,
                 attempt=attempt.number,
                 observed_s=done.prefill_s,
                 computed_tokens=done.computed_tokens,
@@ -311,7 +328,7 @@ class ClusterBackend:
         )  # times and leases need each token, whoever wants the whole
         call = DecodeWorkerStub(self._channel(attempt.decision.decode_address)).Decode(
             decode_pb2.DecodeRequest(
-                request_id=f"{request.request_id}/{attempt.number}",
+                request_id=f"{attempt.name}/{attempt.number}",
                 token_ids=request.token_ids,
                 sampling_params=encode_params(streamed),
                 slots=slots,
@@ -328,16 +345,17 @@ class ClusterBackend:
             timeout=_REQUEST_S_MAX,
         )
         clock, answer = _TokenClock(), Answer(request.sampling_params.output_kind)
+        prompt = list(request.token_ids)
         try:
             while True:
                 reply = await _first(call.read(), None if attempt.loaded.is_set() else prefill, stop)
                 if reply is grpc.aio.EOF:
                     raise WorkerLost("decode", "the call ended before the answer")
-                output = decode_output(reply.output, request.request_id, None, list(request.token_ids))
+                output = decode_output(reply.output, request.request_id, None, prompt)
                 output.num_cached_tokens = attempt.cached_tokens  # reuse, not the hand-off
                 self._note_first_token(attempt, story)
                 attempt.loaded.set()
-                story.output_tokens = clock.count(sum(len(one.token_ids) for one in output.outputs))
+                story.output_tokens = clock.count({one.index: len(one.token_ids) for one in output.outputs})
                 finished = output.finished
                 if finished:
                     story.outcome = "finished"
@@ -361,8 +379,7 @@ class ClusterBackend:
         if story.first_token_s is None:
             story.first_token_s = now_s - story.arrived_s
         since_s = story.arrived_s if attempt.number == 1 else attempt.placed_s
-        name = RequestId(attempt.request.request_id)
-        self._report(FirstToken(request=name, attempt=attempt.number, ttft_s=now_s - since_s))
+        self._report(FirstToken(request=attempt.name, attempt=attempt.number, ttft_s=now_s - since_s))
 
     def _answered(self, attempt: _Attempt, reply: decode_pb2.DecodeReply, clock: "_TokenClock") -> None:
         loaded = reply.loaded
@@ -380,7 +397,7 @@ class ClusterBackend:
         }
         self._report(
             Finished(
-                request=RequestId(attempt.request.request_id),
+                request=attempt.name,
                 attempt=attempt.number,
                 output_tokens=clock.tokens,
                 tbt_mean_s=clock.mean_gap_s(),
@@ -549,21 +566,23 @@ class Answer:
 
 
 class _TokenClock:
-    """Counts an answer's tokens and the gaps between them."""
+    """Counts a request's tokens and the gaps between those of each of its n answers."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.tokens = 0
+        self._now = now
         self._gaps_s: list[float] = []
-        self._last_s: float | None = None
+        self._last_s: dict[int, float] = {}  # by answer: the n answers' steps are one step of the engine
 
-    def count(self, new: int) -> int:
-        """Tokens so far, over all n answers. Several tokens in one output share its gap."""
-        now_s = time.monotonic()
-        if new and self._last_s is not None:
-            self._gaps_s.extend([(now_s - self._last_s) / new] * new)
-        if new:
-            self._last_s = now_s
-        self.tokens += new
+    def count(self, new: Mapping[int, int]) -> int:
+        """Tokens so far; `new` are those of each answer by its index. Several in one output share its gap."""
+        now_s = self._now()
+        for index, tokens in new.items():
+            if tokens and index in self._last_s:
+                self._gaps_s.extend([(now_s - self._last_s[index]) / tokens] * tokens)
+            if tokens:
+                self._last_s[index] = now_s
+            self.tokens += tokens
         return self.tokens
 
     def mean_gap_s(self) -> float | None:

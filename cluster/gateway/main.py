@@ -18,12 +18,13 @@ class GatewaySettings:
     served_model_names: tuple[str, ...]
     max_model_len: int | None
     body_bytes_max: int
-    tool_call_parser: str | None
-    reasoning_parser: str | None
     conductor_address: str
     handoff_lease_s: float
     host: str
     port: int
+    chat_template: str | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str = ""
     descriptor: int | None = None
 
 
@@ -42,8 +43,9 @@ async def run(settings: GatewaySettings) -> None:
         served_model_names=settings.served_model_names,
         max_model_len=settings.max_model_len,
         body_bytes_max=settings.body_bytes_max,
+        chat_template=settings.chat_template,
         tool_call_parser=settings.tool_call_parser,
-        reasoning_parser=settings.reasoning_parser or "",
+        reasoning_parser=settings.reasoning_parser,
     )
     app = await asyncio.to_thread(create_app, config, backend)
     server = uvicorn.Server(
@@ -58,6 +60,8 @@ async def run(settings: GatewaySettings) -> None:
     )
     after_imports()
     background = asyncio.create_task(backend.run())
+    # Without it every answer is stale or an error: then better no gateway, which `moonpool up` reports.
+    background.add_done_callback(lambda _: setattr(server, "should_exit", True))
     try:
         await server.serve()
     finally:

@@ -57,18 +57,18 @@ class AnswerClock:
     def __init__(self, metrics: Metrics, arrival_s: float, streamed: bool) -> None:
         self._metrics = metrics
         self._streamed = streamed
-        self._last_s: float | None = None
+        self._last_s: dict[int, float] = {}
         self._arrival_s = arrival_s
 
-    def tokens(self, count: int) -> None:
-        """`count` tokens have just arrived, at once. The gap before them is shared among them."""
+    def tokens(self, index: int, count: int) -> None:
+        """`count` tokens of choice `index` have just arrived, at once. The gap before them is shared among them."""
         now_s = time.time()
         self._metrics.generated_tokens.inc(count)
         if not self._streamed or count == 0:
             return
-        if self._last_s is None:
+        if not self._last_s:
             self._metrics.ttft_s.observe(max(0.0, now_s - self._arrival_s))
-        else:
+        elif index in self._last_s:
             for _ in range(count):
-                self._metrics.tbt_s.observe(max(0.0, now_s - self._last_s) / count)
-        self._last_s = now_s
+                self._metrics.tbt_s.observe(max(0.0, now_s - self._last_s[index]) / count)
+        self._last_s[index] = now_s

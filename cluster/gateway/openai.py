@@ -139,7 +139,8 @@ class Answer:
         try:
             async with aclosing(self._outputs):
                 async for output in self._outputs:
-                    self._clock.tokens(sum(len(choice.token_ids) for choice in output.outputs))
+                    for choice in output.outputs:
+                        self._clock.tokens(choice.index, len(choice.token_ids))
                     self._collector.put(output)
                     if output.finished:
                         return

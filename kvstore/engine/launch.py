@@ -73,6 +73,8 @@ def engine_args(model: str, config: EngineConfig, role: Role) -> "AsyncEngineArg
         # hop less a step. `engine_environment` sets the switch that vLLM wants for it.
         distributed_executor_backend="uni" if on_cpu else None,
         generation_config="auto",
+        # The engine that samples must know where reasoning ends: guided output begins there.
+        reasoning_parser="" if role == "prefill" else config.reasoning_parser,
         skip_tokenizer_init=role == "prefill",  # it sees token ids only
     )
 

@@ -37,6 +37,11 @@ class KVPlan:
     prompt_tokens: int
     deadline_s: float
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for a plan that would load past the prompt's end."""
+        if not 0 <= self.load_tokens <= self.prompt_tokens:
+            raise ValueError(f"{self.load_tokens} tokens to load for a prompt of {self.prompt_tokens}")
+
     def to_params(self) -> dict[str, Any]:
         """The value for `SamplingParams.extra_args["kv_transfer_params"]`."""
         return {

@@ -1,16 +1,22 @@
 """Requests through a cluster of many workers, and what becomes of them when parts of it fail."""
 
 import asyncio
+import json
 import random
 from collections import Counter
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from cluster.config import SchedulingConfig
+from cluster.gateway.dispatch import ClusterBackend, _TokenClock
 from cluster.gateway.request import Overloaded, Unavailable, UnservedRequest
 from kvstore.engine.fake import fake_answer
+from kvstore.engine.wire import RequestOutputKind
 
 if TYPE_CHECKING:
     from tests.cluster.conftest import SmallCluster, Start
@@ -145,6 +151,54 @@ async def test_an_answer_that_nobody_saw_is_begun_again(start: "Start") -> None:
     cluster.workers["decode-0"].engine.die_after(LAYERS + 2)
     await cluster.answered_right(prompt(0))
     assert [each["decision"]["decode"] for each in cluster.attempts()] == ["decode-0", "decode-1"]
+
+
+async def test_the_conductor_hears_of_a_lost_prefill_from_the_prefill_side(
+    start: "Start", tmp_path: Path
+) -> None:
+    log = tmp_path / "events"
+    cluster = await start(prefill=2, decode=1, scheduling=SchedulingConfig(record_events=log))
+    await cluster.workers["prefill-0"].vanish()
+    await cluster.answered_right(prompt(0))
+    await cluster.settled()
+    events = [json.loads(line)["event"] for line in log.read_text().splitlines()]
+    assert [event["attempt"] for event in events if event["type"] == "PrefillLost"] == [1]
+
+
+async def test_two_gateways_may_serve_one_request_id(start: "Start") -> None:
+    """Clients choose ids, and choose one again: neither request may be taken for the other, anywhere."""
+    cluster = await start(prefill=2, decode=2, decode_step_s=0.02, prefill_token_s=0.002)
+    other = ClusterBackend(cluster.address("conductor"), 10.0)
+    following = asyncio.create_task(other.run())
+    try:
+        while other.ready() is not None:  # noqa: ASYNC110  # a gateway offers a question, not an event
+            await asyncio.sleep(0.02)
+
+        async def one(backend: ClusterBackend, number: int) -> None:
+            asked = cluster.request(prompt(number), RequestOutputKind.FINAL_ONLY, 5)
+            async with aclosing(backend.generate(replace(asked, request_id="same"))) as outputs:
+                [output] = [output async for output in outputs]
+            assert list(output.outputs[0].token_ids) == right(cluster, prompt(number), 5)
+            story = backend.explain("same")
+            assert story is not None
+            assert isinstance(story["attempts"], list)
+            assert len(story["attempts"]) == 1
+
+        await asyncio.gather(one(cluster.backend, 0), one(other, 1))
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+def test_the_gaps_of_n_answers_are_those_of_each() -> None:
+    now_s = iter([0.0, 0.0, 1.0, 1.0, 2.0, 2.0]).__next__
+    clock = _TokenClock(now_s)
+    for _ in range(
+        3
+    ):  # a step of the engine gives each answer a token; they may come in outputs of their own
+        clock.count({0: 1})
+        clock.count({1: 1})
+    assert (clock.tokens, clock.mean_gap_s()) == (6, 1.0)
 
 
 async def test_each_attempt_has_its_first_token(start: "Start") -> None:

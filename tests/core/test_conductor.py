@@ -16,6 +16,7 @@ from cluster.core.events import (
     Finished,
     NodeSnapshot,
     PrefillFinished,
+    PrefillLost,
     PrefillStarted,
     Timer,
     WorkerJoined,
@@ -154,6 +155,18 @@ def test_who_just_failed_gets_no_work_while_another_exists(stage: str) -> None:
     early = {worker(place(made, arrive(f"early-{i}"), until_s - 0.1)) for i in range(8)}
     assert suspect not in early
     assert worker(place(made, arrive("late"), until_s)) == suspect, "trusted again, and the one without work"
+
+
+def test_a_prefill_worker_that_decode_outran_is_suspect_and_the_answer_goes_on() -> None:
+    made = conductor()
+    first = place(made, arrive("r"))
+    made.handle(PrefillLost(request=RequestId("r"), attempt=1, reason="gone"), 1.0)
+    assert first.prefill not in {place(made, arrive(f"next-{i}"), 1.0).prefill for i in range(8)}
+    made.handle(
+        Finished(request=RequestId("r"), attempt=1, output_tokens=1, tbt_mean_s=None, tbt_p99_s=None), 2.0
+    )
+    assert (made.snapshot()["counts"]["finished"], made.snapshot()["counts"]["failed"]) == (1, 0)
+    made.check()
 
 
 def test_who_just_failed_gets_work_where_nobody_else_could_do_it() -> None:
