@@ -13,6 +13,7 @@ import logging
 import os
 import select
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,7 @@ _SWEEP_S = 0.05
 _SUBSCRIBER_BACKLOG_MAX = 10_000
 _LEASE_S_MAX = 3600.0
 _FETCH_S_MAX = 600.0
+_GIVEN_UP_MAX = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,9 @@ class KVNode(KVNodeServicer):
         self._lives: dict[WorkerId, _Life] = {}  # the present life of each worker
         self._watched: dict[int, _Life] = {}  # by pidfd; former lives too, while a process of theirs lives
         self._lives_started = 0
+        self._given_up: OrderedDict[RequestId, None] = (
+            OrderedDict()
+        )  # the latest; each attempt has its own name
         self._sequence = 0
         self._subscribers: set[asyncio.Queue[pb.BlockEvents]] = set()
         self._dropped = 0
@@ -277,6 +282,10 @@ class KVNode(KVNodeServicer):
         names = await self._names(request.hashes, context)
         tail = (await self._names([request.tail_hash], context))[0] if request.tail_hash else None
         await self._fetch(names, request.source, request.fetch_s, context)
+        if RequestId(request.request_id) in self._given_up:
+            await context.abort(
+                grpc.StatusCode.ABORTED, f"request {request.request_id} was given up before it was here"
+            )
         if self._lives.get(life.worker) is not life:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
@@ -327,6 +336,9 @@ class KVNode(KVNodeServicer):
     async def Abandon(self, request: pb.AbandonRequest, context: Context) -> pb.Empty:
         pool, arena = await self._ready(context)
         name, writer = RequestId(request.request_id), self._holder(request.worker_id)
+        self._given_up[name] = None
+        while len(self._given_up) > _GIVEN_UP_MAX:
+            self._given_up.popitem(last=False)
         given_up = pool.unfinished(name)
         fenced = pool.abandon(name, writer, request.stopped)
         if fenced is not None:

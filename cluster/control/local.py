@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -321,22 +322,31 @@ class LocalCluster:
 
     def stop(self) -> None:
         """Stops everything, in order; what does not stop in time is killed. Idempotent."""
-        self._remember()
-        if self._gateway is not None:
-            _end(self._gateway)
-        self._stop_actors()
+        with (
+            ExitStack() as steps
+        ):  # from the last to the first; one that fails keeps no other from being taken
+            steps.callback(shutil.rmtree, self.run_dir, ignore_errors=True)
+            if self._socket is not None:
+                steps.callback(self._socket.close)
+            steps.callback(self._kill_leftovers)
+            steps.callback(self._stop_valkey)
+            steps.callback(self._stop_ray)
+            steps.callback(self._stop_actors)
+            if self._gateway is not None:
+                steps.callback(_end, self._gateway)
+            self._remember()
+
+    def _stop_ray(self) -> None:
         if self._ray_started:
             import ray
 
-            ray.shutdown()
             self._ray_started = False
+            ray.shutdown()
+
+    def _stop_valkey(self) -> None:
         if self._valkey is not None:
-            self._valkey.stop()
-            self._valkey = None
-        self._kill_leftovers()
-        if self._socket is not None:
-            self._socket.close()
-        shutil.rmtree(self.run_dir, ignore_errors=True)
+            valkey, self._valkey = self._valkey, None
+            valkey.stop()
 
     def _stop_actors(self) -> None:
         if not self._ray_started or not self._actors:

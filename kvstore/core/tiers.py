@@ -191,6 +191,7 @@ class TierMachine:
                 self._touch(names, now)
             case Found(name):
                 if name not in self._writing:
+                    self._queued.pop(name, None)
                     self._there.setdefault(name)
                     self._there.move_to_end(name, last=False)
             case WriteDone(name):

@@ -171,7 +171,7 @@ async def test_two_gateways_may_serve_one_request_id(start: "Start") -> None:
     other = ClusterBackend(cluster.address("conductor"), 10.0)
     following = asyncio.create_task(other.run())
     try:
-        while other.ready() is not None:  # noqa: ASYNC110  # a gateway offers a question, not an event
+        while other.ready() is not None:  # a gateway offers a question, not an event
             await asyncio.sleep(0.02)
 
         async def one(backend: ClusterBackend, number: int) -> None:

@@ -113,6 +113,14 @@ def test_what_a_former_run_left_is_there_and_goes_first() -> None:
     assert tiers.handle(Stored(D), 0.0) == [Delete(C), Write(D)]
 
 
+def test_what_a_former_run_left_is_not_written_again() -> None:
+    tiers = machine(writes_max=1)
+    tiers.handle(Stored(A), 0.0)
+    tiers.handle(Stored(B), 0.0)
+    tiers.handle(Found(B), 0.0)
+    assert tiers.handle(WriteDone(A), 0.0) == []
+
+
 def test_a_smaller_quota_than_before_deletes() -> None:
     tiers = machine(capacity_blocks=1)
     assert tiers.handle(Found(A), 0.0) == []

@@ -362,6 +362,15 @@ async def test_a_writer_that_said_it_stopped_before_it_gave_up_waits_for_nothing
     await node.until(free=SLOTS)
 
 
+async def test_a_reservation_that_comes_after_it_was_given_up_is_refused(node: Running) -> None:
+    """As when the caller's patience ended while its Reserve was on the way."""
+    await node.attach()
+    await node.abandon("r1", stopped=True)
+    with pytest.raises(grpc.aio.AioRpcError, match="r1 was given up before it was here"):
+        await node.reserve("r1", chain(2))
+    assert (await node.status()).free == SLOTS
+
+
 async def test_callers_that_lose_patience_and_abandon_leave_nothing(node: Running) -> None:
     await node.attach()
     answered = 0
