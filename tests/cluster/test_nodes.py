@@ -126,3 +126,27 @@ async def test_an_operator_verifies_and_drops(start: Start, tmp_path: Path) -> N
 async def _empty(cluster: SmallCluster) -> bool:
     now = await status(cluster.node)
     return (now.committed, now.ssd_blocks, await known_blocks(cluster, 0)) == (0, 0, 0)
+
+
+async def test_blocks_come_from_another_nodes_ssd(start: Start, tmp_path: Path) -> None:
+    """A prompt of whole blocks needs no prefill: the decode node asks the node that has them on its SSD alone."""
+    cluster = await start(nodes=2, ssd_dir=tmp_path)
+    whole = prompt(8 * BLOCK)
+    await cluster.answered_right(whole)
+    await cluster.settled()
+
+    async def written() -> bool:
+        return (await status(cluster.node)).ssd_blocks == 8
+
+    await until(written, "the blocks are on the first node's ssd")
+    await cluster.nodes[0].Drop(pb.DropRequest(all=True, tier="dram"))
+    await cluster.nodes[1].Drop(pb.DropRequest(all=True))
+
+    async def known() -> bool:
+        return (await known_blocks(cluster, 0), await known_blocks(cluster, 1)) == (8, 0)
+
+    await until(known, "the conductor knows")
+    await cluster.answered_right(whole)
+    assert cluster.attempts()[0]["decision"]["prefill"] is None
+    assert cluster.computed("decode") == 2, "one token a request"
+    assert (await status(cluster.nodes[0])).fetched_ssd_blocks == 8

@@ -159,9 +159,9 @@ class Client:
             status = PrefillWorkerStub(channel).Status(prefill_pb2.StatusRequest(), timeout=30)
         return dict(json.loads(status.status_json))
 
-    def node_status(self) -> kv_pb2.NodeStatus:
+    def node_status(self, name: str = "node-0") -> kv_pb2.NodeStatus:
         """Also runs the node's invariants."""
-        with grpc.insecure_channel(self.cluster.address("node-0")) as channel:
+        with grpc.insecure_channel(self.cluster.address(name)) as channel:
             node = KVNodeStub(channel)
             node.Check(kv_pb2.Empty(), timeout=30)
             return node.Status(kv_pb2.Empty(), timeout=30)
@@ -169,6 +169,11 @@ class Client:
     def drop_all(self, hashes: list[bytes]) -> int:
         with grpc.insecure_channel(self.cluster.address("node-0")) as channel:
             return KVNodeStub(channel).Drop(kv_pb2.DropRequest(hashes=hashes), timeout=30).dropped
+
+    def drop(self, node: str, tier: str) -> int:
+        """Everything, from one tier or from both ("")."""
+        with grpc.insecure_channel(self.cluster.address(node)) as channel:
+            return KVNodeStub(channel).Drop(kv_pb2.DropRequest(all=True, tier=tier), timeout=30).dropped
 
     def conductor_status(self) -> dict[str, Any]:
         """Also runs the conductor's invariants."""

@@ -5,6 +5,7 @@ a request was computed there, nothing came from its own cache, nothing was recom
 """
 
 import random
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 
 from cluster.config import ClusterConfig
 from cluster.model import default_model
-from tests.integration.conftest import Client, reference_answers, running, small_config
+from kvstore.engine.reference import Answer
+from tests.integration.conftest import Client, reference_answers, running, small_config, wait_until_idle
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -56,10 +58,17 @@ def flattened(cases: dict[str, list[list[int]]]) -> list[dict[str, Any]]:
 
 
 def assert_equal_to_one_engine(
-    client: Client, model: Path, config: ClusterConfig, tmp: Path, vocabulary: int
-) -> None:
+    client: Client,
+    model: Path,
+    config: ClusterConfig,
+    tmp: Path,
+    vocabulary: int,
+    expected: list[Answer] | None = None,
+) -> list[Answer]:
+    """Returns what the one engine answered, to be given as `expected` for a second pass."""
     cases = prompts(vocabulary, seed=11)
-    expected = reference_answers(model, config, flattened(cases), tmp / "reference")
+    if expected is None:
+        expected = reference_answers(model, config, flattened(cases), tmp / "reference")
     number = 0
     with ThreadPoolExecutor(8) as pool:
         for name, case in [*cases.items(), *(("sampled: " + n, cases[n]) for n in list(cases)[3:8])]:
@@ -83,6 +92,7 @@ def assert_equal_to_one_engine(
             assert grown["prompt_tokens_from_own_cache"] == 0, f"{name}: {grown}"
             assert grown["failed_blocks"] == grown["unplanned_prompt_tokens"] == 0, f"{name}: {grown}"
     assert number == len(expected)
+    return expected
 
 
 def test_tiny_model(tiny: Path, tiny_cluster: Client, tmp_path: Path) -> None:
@@ -90,6 +100,27 @@ def test_tiny_model(tiny: Path, tiny_cluster: Client, tmp_path: Path) -> None:
     assert_equal_to_one_engine(tiny_cluster, tiny, tiny_cluster.cluster.config, tmp_path, vocabulary=250)
     status = tiny_cluster.prefill_status()
     assert status["prompt_tokens_from_pool"] > 0, "no prefix was ever reused"
+
+
+def test_across_nodes_and_from_the_ssd(tiny: Path, tmp_path: Path, short_folder: Callable[[], Path]) -> None:
+    """Prefill beside one node, decode beside another; the second time all that is left lies on the first one's SSD."""
+    pool = {"dram_bytes": 16 << 20, "ssd_dir": str(tmp_path / "ssd")}
+    config = small_config(tiny, nodes=2, pool=pool)
+    with running(config, short_folder()) as client:
+        expected = assert_equal_to_one_engine(client, tiny, config, tmp_path, vocabulary=250)
+        wait_until_idle(client)
+        blocks = client.node_status().committed
+        while client.node_status().ssd_blocks < blocks:
+            time.sleep(0.1)
+        client.drop("node-0", "dram")
+        client.drop("node-1", "")
+        assert (client.node_status().committed, client.node_status("node-1").committed) == (0, 0)
+        assert_equal_to_one_engine(client, tiny, config, tmp_path, 250, expected)
+        first, second = client.node_status(), client.node_status("node-1")
+        assert first.fetched_ssd_blocks >= blocks, "every block that was left came from the ssd"
+        assert second.fetched_peer_blocks > blocks, "and went from node to node, twice"
+        assert first.fetch_failed_blocks == second.fetch_failed_blocks == 0
+        assert first.ssd_corrupt == 0
 
 
 def test_official_openai_client(tiny_cluster: Client) -> None:
