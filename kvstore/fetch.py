@@ -97,8 +97,7 @@ class Fetcher:
     ) -> list[SlotRef] | NoRoom | Fenced:
         """Slots for blocks that another node is filling, leased by `holder`; they are filled as the blocks come."""
         mine = RequestId(f"{request}@{holder}")
-        refs = self._pool.reserve(mine, _NODE, names, tail, _UNTIL_DONE_S)
-        self._changed()
+        refs = self._reserve(mine, names, tail)
         if not isinstance(refs, list):
             return refs
         leased = self._pool.lease(request, holder, [(ref.slot, ref.epoch) for ref in refs], until_s)
@@ -121,10 +120,22 @@ class Fetcher:
         deadline_s: float,
     ) -> None:
         request = RequestId(f"fetch {next(self._numbers)}")
-        refs = self._pool.reserve(request, _NODE, names, None, _UNTIL_DONE_S)
-        self._changed()
+        refs = self._reserve(request, names, None)
         if isinstance(refs, list):
             await self._fill(request, refs, wanted, deadline_s)
+
+    def _reserve(
+        self, request: RequestId, names: Sequence[BlockHash], tail: BlockHash | None
+    ) -> list[SlotRef] | NoRoom | Fenced:
+        """The slots' new uses begin before anyone can hear of them: a follower takes an old epoch for the end."""
+        refs = self._pool.reserve(request, _NODE, names, tail, _UNTIL_DONE_S)
+        self._changed()
+        if isinstance(refs, list):
+            for ref in refs:
+                if not ref.filled:
+                    self._arena.begin(ref.slot, ref.epoch, ref.hash)
+                    self._coming.setdefault(ref.hash, asyncio.Event())
+        return refs
 
     async def _fill(
         self,
@@ -135,9 +146,6 @@ class Fetcher:
     ) -> None:
         """Reads into the reserved slots; what came without a gap is committed, the rest given up."""
         filling = [ref for ref in refs if not ref.filled]
-        for ref in filling:
-            self._arena.begin(ref.slot, ref.epoch, ref.hash)
-            self._coming[ref.hash] = self._coming.get(ref.hash, asyncio.Event())
         came: set[BlockHash] = set()
         try:
             reads = [
