@@ -79,6 +79,7 @@ class RedisDirectory:
     ) -> None:
         self._redis = redis
         self._prefix = f"moonpool:{cluster}"
+        self._stream = f"{self._prefix}:blocks"
         self._lease_ms = round(lease_s * 1000)
         self._kept = changes_kept
 
@@ -99,7 +100,7 @@ class RedisDirectory:
             raise AwayError(str(error)) from error
 
     async def publish(self, member: Member, changes: Sequence[BlockChange]) -> None:
-        keys = [self._key("epoch", member), f"{self._prefix}:blocks"]
+        keys = [self._key("epoch", member), self._stream]
         words: list[str | bytes | int] = [
             word
             for change in changes
@@ -120,38 +121,39 @@ class RedisDirectory:
         return Roster(memory, tuple(sorted(present, key=lambda member: member.id)))
 
     async def changes(self) -> AsyncGenerator[Published | Gap, None]:
-        stream, last = f"{self._prefix}:blocks", b""
         while True:
             try:
-                if not last:
-                    last = await self._newest(stream)
-                    yield Gap()
-                entries = await self._after(stream, last)
+                run, last = await self._newest()
+                yield Gap()
+                while (entries := await self._after(run, last)) is not None:
+                    for last, fields in entries:  # noqa: B007  # the next read goes on from the last one
+                        yield _published(fields)
             except AwayError as error:
                 logger.warning("changes of the nodes' blocks are unknown for now: %s", error)
-                last = b""
                 await asyncio.sleep(_RETRY_S)
-                continue
-            if entries is None:
-                last = b""
-                continue
-            for last, fields in entries:  # noqa: B007  # the next read goes on from the last one
-                yield _published(fields)
 
-    async def _newest(self, stream: str) -> bytes:
+    async def _newest(self) -> tuple[str, bytes]:
+        """The run of the server, and the newest entry of its stream."""
         with _asking():
-            newest = await self._redis.xrevrange(stream, count=1)
-        return cast(bytes, newest[0][0]) if newest else b"0-0"
+            both = self._redis.pipeline(transaction=False)
+            both.xrevrange(self._stream, count=1)
+            both.info("server")
+            newest, info = await both.execute()
+        return info["run_id"], newest[0][0] if newest else b"0-0"
 
-    async def _after(self, stream: str, last: bytes) -> list[tuple[bytes, dict[bytes, bytes]]] | None:
-        """What follows the entry `last`, none if nothing comes for a while; None if some may have been trimmed."""
+    async def _after(self, run: str, last: bytes) -> list[tuple[bytes, dict[bytes, bytes]]] | None:
+        """What follows the entry `last`, none if nothing comes for a while. None if something else may have followed:
+        trimmed before it was read, or known to another run of the server (the client connects again by itself).
+        """
         with _asking():
-            found = cast(Any, await self._redis.xread({stream: last}, count=_BATCH, block=_BLOCK_MS))
-            entries = found[0][1] if found else []
-            behind = len(entries) >= min(_BATCH, self._kept)
-            if behind and not await self._redis.xrange(stream, last, last):
-                return None
-        return cast(list[tuple[bytes, dict[bytes, bytes]]], entries)
+            all_three = self._redis.pipeline(transaction=False)
+            all_three.xread({self._stream: last}, count=_BATCH, block=_BLOCK_MS)
+            all_three.xrange(self._stream, last, last)
+            all_three.info("server")
+            found, before, info = await all_three.execute()
+        entries = found[0][1] if found else []
+        trimmed = len(entries) >= min(_BATCH, self._kept) and not before
+        return None if trimmed or info["run_id"] != run else entries
 
     # -- inside -----------------------------------------------------------------------------------------------
 

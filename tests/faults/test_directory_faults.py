@@ -10,6 +10,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -140,8 +141,9 @@ async def test_a_backlog_that_overflows_shows_as_a_gap(valkey: ValkeyServer) -> 
     seen: list[int] = []
 
     async def follow() -> None:
-        async for told in directory.changes():
-            seen.append(0 if isinstance(told, Gap) else told.change.sequence)
+        async with aclosing(directory.changes()) as changes:
+            while told := await anext(changes):
+                seen.append(0 if isinstance(told, Gap) else told.change.sequence)
 
     following = Part(follow())
     presence = Presence(directory, Member("node-0", "node", "x", "node-0", "", 0), backlog_max=10)
@@ -226,7 +228,7 @@ async def test_a_local_cluster_starts_its_valkey_again() -> None:
             assert not local._valkey.is_running(), "one that is only slow is left alone"
         local._revive_valkey()
         redis = connect(local._redis_url())
-        assert await redis.ping()  # type: ignore[misc]  # sync and async share one annotation
+        assert await redis.ping()
         await redis.aclose()
     finally:
         local.stop()
