@@ -433,7 +433,9 @@ class KVNode(KVNodeServicer):
         if request.slots:
             found = pool.lease(*key, [(slot.slot, slot.epoch) for slot in request.slots], until_s)
         else:
-            found = pool.acquire(*key, await self._names(request.hashes, context), until_s)
+            names = await self._names(request.hashes, context)
+            await self._fetch(names, pb.Node(), request.timeout_s, context)  # from this node's own SSD
+            found = pool.acquire(*key, names, until_s)
         if isinstance(found, Fenced):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, found.reason)
         assert isinstance(found, list)

@@ -458,6 +458,7 @@ class Conductor:
         return {
             "node": node,
             "blocks": self.index.blocks_on(node),
+            "dram_blocks": self.index.dram_blocks_on(node),
             "sequence": self.index.sequence_of(node),
             "snapshot_asked": node in self._snapshots_asked_s,
         }

@@ -25,6 +25,7 @@ from kvstore.core.blocks import BlockHash, NodeId, Tier
 
 EARLY_CHANGES_MAX = 1024
 """Changes kept per node while a gap is open. Above it the oldest is dropped, and the gap will show again."""
+_NAMES_MAX = 4096
 
 
 class Held(NamedTuple):
@@ -47,6 +48,7 @@ class _Node:
     sequence: int = 0
     blocks: dict[BlockHash, int] = field(default_factory=dict)
     """The node's own bits of each block."""
+    dram_blocks: int = 0
     early: dict[int, _Change] = field(default_factory=dict)
     bits: dict[Tier, int] = field(init=False)
 
@@ -64,6 +66,8 @@ class PrefixIndex:
         self._by_number: list[NodeId | None] = []
         self._every_node = 0
         """The bit "in some tier" of every number."""
+        self._names: dict[int, tuple[NodeId, ...]] = {}
+        """Sets of nodes that were asked for before, by their bits "in some tier"; not part of the state."""
 
     def __len__(self) -> int:
         """Distinct blocks known to be somewhere."""
@@ -74,13 +78,14 @@ class PrefixIndex:
     def match(self, chain: Sequence[BlockHash]) -> dict[NodeId, Held]:
         """How many leading blocks of `chain` each node holds; nodes that lack the first are left out.
 
-        The order is that in which nodes drop out, then of their numbers: the longest prefixes come last.
+        The order is that in which nodes drop out, so the longest prefixes come last; of those that drop out together
+        the ones with all of it in DRAM come first, then it is that of their numbers.
         """
         held: dict[NodeId, Held] = {}
         running = last = self._holders.get(chain[0], 0) if chain else 0
         if not running:
             return held
-        in_dram: dict[int, int] = {}
+        in_dram: dict[NodeId, int] = {}
         for depth, holders in enumerate(map(self._holders.get, chain, repeat(0))):
             if holders is last:
                 continue
@@ -94,28 +99,39 @@ class PrefixIndex:
         self._note(held, in_dram, running, len(chain))
         return held
 
-    def _note(self, held: dict[NodeId, Held], in_dram: dict[int, int], bits: int, depth: int) -> None:
+    def _note(self, held: dict[NodeId, Held], in_dram: dict[NodeId, int], bits: int, depth: int) -> None:
         """These bits end at `depth`. A node's DRAM bit, the lower one, ends with its other bit or before it."""
         ends = bits & self._every_node
-        alone = bits & ~(ends >> 1) ^ ends
-        whole = Held(depth, depth)
-        while alone:
-            bit = alone & -alone
-            alone ^= bit
-            in_dram[bit.bit_length() // 2] = depth
-        while ends:
-            bit = ends & -ends
-            ends ^= bit
-            number = bit.bit_length() // 2 - 1
-            node = self._by_number[number]
-            assert node is not None, "a block is held by a node that left"
-            held[node] = whole if bits & bit >> 1 else Held(in_dram.get(number, 0), depth)
+        whole = ends & bits << 1
+        if whole:
+            held.update(dict.fromkeys(self._named(whole), Held(depth, depth)))
+        if ends != whole:
+            for node in self._named(ends ^ whole):
+                held[node] = Held(in_dram.get(node, 0), depth)
+        alone = bits & ~(ends | ends >> 1)
+        if alone:
+            in_dram.update(dict.fromkeys(self._named(alone << 1), depth))
+
+    def _named(self, ends: int) -> tuple[NodeId, ...]:
+        """The nodes of these bits, in order of their numbers. The same sets come again and again, and are kept."""
+        names = self._names.get(ends)
+        if names is None:
+            numbers = (number for number in range(len(self._by_number)) if ends >> 2 * number + 1 & 1)
+            names = tuple(node for number in numbers if (node := self._by_number[number]) is not None)
+            assert len(names) == ends.bit_count(), "a block is held by a node that left"
+            if len(self._names) >= _NAMES_MAX:
+                self._names.clear()
+            self._names[ends] = names
+        return names
 
     def nodes(self) -> tuple[NodeId, ...]:
         return tuple(self._nodes)
 
     def blocks_on(self, node: NodeId) -> int:
         return len(self._nodes[node].blocks) if node in self._nodes else 0
+
+    def dram_blocks_on(self, node: NodeId) -> int:
+        return self._nodes[node].dram_blocks if node in self._nodes else 0
 
     def sequence_of(self, node: NodeId) -> int:
         """The number of the last change that was applied; 0 for an unknown node."""
@@ -161,6 +177,7 @@ class PrefixIndex:
             return
         self._put(entry, list(entry.blocks), None)
         self._by_number[entry.number] = None
+        self._names.clear()
 
     def _change(self, node: NodeId, sequence: int, change: _Change) -> bool:
         entry = self._node(node)
@@ -184,6 +201,7 @@ class PrefixIndex:
                 self._by_number.append(None)
             number = self._by_number.index(None)
             self._by_number[number] = node
+            self._names.clear()
             self._nodes[node] = _Node(number)
         return self._nodes[node]
 
@@ -191,8 +209,11 @@ class PrefixIndex:
         """The node holds these blocks in that tier now, whatever it was before."""
         bits = entry.bits[tier] if tier is not None else 0
         shared = {0: bits}  # one integer for all blocks that had the same other holders
+        in_dram = entry.bits[Tier.DRAM]
         for block in blocks:
-            others = self._holders.get(block, 0) ^ entry.blocks.pop(block, 0)
+            before = entry.blocks.pop(block, 0)
+            entry.dram_blocks += (bits == in_dram) - (before == in_dram)
+            others = self._holders.get(block, 0) ^ before
             holders = shared.setdefault(others, others | bits)
             if bits:
                 entry.blocks[block] = bits
@@ -210,6 +231,8 @@ class PrefixIndex:
             assert self._by_number[entry.number] == node, f"{node} lost its number"
             assert len(entry.early) <= EARLY_CHANGES_MAX, f"{node} keeps too many early changes"
             assert entry.sequence + 1 not in entry.early, f"{node} could catch up and did not"
+            in_dram = sum(bits == entry.bits[Tier.DRAM] for bits in entry.blocks.values())
+            assert in_dram == entry.dram_blocks, f"{node}: blocks in DRAM are counted wrong"
             for block, bits in entry.blocks.items():
                 assert bits in entry.bits.values(), f"{node} holds a block in no tier"
                 rebuilt[block] = rebuilt.get(block, 0) | bits

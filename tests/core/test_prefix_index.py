@@ -99,9 +99,12 @@ class PrefixIndexMachine(RuleBasedStateMachine):
             in_dram = prefix(chain, {block for block in held if held[block] is Tier.DRAM})
             if length := prefix(chain, set(held)):
                 expected[name] = Held(in_dram, length)
-        before = repr(vars(self.index))
+        before = self.state()
         assert self.index.match(chain) == expected
-        assert repr(vars(self.index)) == before
+        assert self.state() == before
+
+    def state(self) -> str:
+        return repr({name: value for name, value in vars(self.index).items() if name != "_names"})
 
     @invariant()
     def agrees(self) -> None:
