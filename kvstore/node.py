@@ -22,9 +22,10 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from kvstore.core.blocks import BlockHash, KVLayout, NodeId, RequestId, WorkerId
+from kvstore.core.blocks import BlockHash, KVLayout, NodeId, RequestId, Tier, WorkerId
 from kvstore.core.slots import Fenced, NoRoom, SlotPool, SlotRef
 from kvstore.core.tiers import TierConfig, TierMachine
+from kvstore.directory.directory import BlockChange
 from kvstore.fetch import Fetcher
 from kvstore.tiering import Tiering
 from kvstore.tiers.dram import Arena, ArenaShape
@@ -77,19 +78,27 @@ class _Life:
 
 
 class KVNode(KVNodeServicer):
-    """The service; `serve` runs it. All methods run on one event loop, so the pool needs no lock."""
+    """The service; `serve` runs it. All methods run on one event loop, so the pool needs no lock.
 
-    def __init__(self, config: NodeConfig, now: Callable[[], float] = time.monotonic) -> None:
+    `publish` is given every change of what the node holds, in order.
+    """
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        now: Callable[[], float] = time.monotonic,
+        publish: Callable[[BlockChange], None] = lambda change: None,
+    ) -> None:
         self._config = config
         self._now = now
+        self._publish_change = publish
         self._fingerprint = ""
         self._arena: Arena | None = None
         self._pool: SlotPool | None = None
         self._fetcher: Fetcher | None = None
         self._tiering: Tiering | None = None
-        self._announced: dict[
-            BlockHash, None
-        ] = {}  # what this node holds, in either tier, as it was published
+        self._announced: dict[BlockHash, Tier] = {}
+        """What this node holds, and where, as it was published."""
         self._peers: dict[str, grpc.aio.Channel] = {}  # by address
         self._lives: dict[WorkerId, _Life] = {}  # the present life of each worker
         self._watched: dict[int, _Life] = {}  # by pidfd; former lives too, while a process of theirs lives
@@ -425,7 +434,7 @@ class KVNode(KVNodeServicer):
             found = pool.lease(*key, [(slot.slot, slot.epoch) for slot in request.slots], until_s)
         else:
             names = await self._names(request.hashes, context)
-            await self._fetch(names, pb.Node(), request.timeout_s, context)  # what lies on the SSD here
+            await self._fetch(names, pb.Node(), request.timeout_s, context)  # from this node's own SSD
             found = pool.acquire(*key, names, until_s)
         if isinstance(found, Fenced):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, found.reason)
@@ -486,7 +495,9 @@ class KVNode(KVNodeServicer):
         queue: asyncio.Queue[pb.BlockEvents] = asyncio.Queue(_SUBSCRIBER_BACKLOG_MAX)
         self._subscribers.add(queue)
         try:
-            yield pb.BlockEvents(sequence=self._sequence, snapshot=True, stored=list(self._announced))
+            held = sorted(self._announced, key=lambda name: self._announced[name] is Tier.SSD)
+            on_ssd = sum(tier is Tier.SSD for tier in self._announced.values())
+            yield pb.BlockEvents(sequence=self._sequence, snapshot=True, stored=held, on_ssd=on_ssd)
             while True:
                 yield await queue.get()
         finally:
@@ -573,26 +584,37 @@ class KVNode(KVNodeServicer):
         self._announce([*removed, *stored])
 
     def _announce(self, changed: Iterable[BlockHash]) -> None:
-        """Publishes which of these blocks the node has come to hold, in whatever tier, and which it holds no more."""
-        assert self._pool is not None
-        stored: list[BlockHash] = []
-        removed: list[BlockHash] = []
+        """Publishes which of these blocks the node holds elsewhere than before, and which it holds no more."""
+        moved: dict[Tier | None, list[BlockHash]] = {None: [], Tier.SSD: [], Tier.DRAM: []}
         for name in dict.fromkeys(changed):
-            held = self._pool.has(name) or (self._tiering is not None and self._tiering.has(name))
-            if held and name not in self._announced:
-                self._announced[name] = None
-                stored.append(name)
-            elif not held and name in self._announced:
+            tier = self._tier(name)
+            if tier is self._announced.get(name):
+                continue
+            moved[tier].append(name)
+            if tier is not None:
+                self._announced[name] = tier
+            else:
                 del self._announced[name]
-                removed.append(name)
-        if removed:
-            self._publish(pb.BlockEvents(removed=removed))
-        if stored:
-            self._publish(pb.BlockEvents(stored=stored))
+        for tier, names in moved.items():
+            if names:
+                self._publish(tier, names)
 
-    def _publish(self, event: pb.BlockEvents) -> None:
+    def _tier(self, name: BlockHash) -> Tier | None:
+        """The fastest tier that holds the block."""
+        assert self._pool is not None
+        if self._pool.has(name):
+            return Tier.DRAM
+        return Tier.SSD if self._tiering is not None and self._tiering.has(name) else None
+
+    def _publish(self, tier: Tier | None, names: Sequence[BlockHash]) -> None:
         self._sequence += 1
-        event.sequence = self._sequence
+        self._publish_change(BlockChange(self._sequence, tier, tuple(names)))
+        event = pb.BlockEvents(
+            sequence=self._sequence,
+            stored=names if tier is not None else (),
+            removed=names if tier is None else (),
+            on_ssd=len(names) if tier is Tier.SSD else 0,
+        )
         for queue in list(self._subscribers):
             if queue.full():  # the subscriber will see a gap in the sequence and ask for a snapshot
                 queue.get_nowait()

@@ -1,7 +1,8 @@
 """The live driver of the pure conductor: gives it events and the time, carries out its commands.
 
-It adds no policy. Arrivals come from gateways and are answered with the decision; membership comes from Redis, what
-nodes hold from their event streams; timers and snapshots that the core asks for are made here.
+It adds no policy. Arrivals come from gateways and are answered with the decision; membership and changes of what
+nodes hold come from the directory, snapshots of it from the nodes themselves; timers that the core asks for are made
+here.
 """
 
 import asyncio
@@ -9,13 +10,12 @@ import json
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TextIO
 
 import grpc
-from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
 from cluster.config import SchedulingConfig
 from cluster.core.commands import Abort, Command, Place, Reject, RequestSnapshot, RetryAfter, WakeAt
@@ -24,6 +24,8 @@ from cluster.core.events import (
     Arrive,
     BlockRemoved,
     BlockStored,
+    DirectoryFound,
+    DirectoryLost,
     Event,
     NodeLeft,
     NodeSnapshot,
@@ -34,7 +36,8 @@ from cluster.core.events import (
 from cluster.core.log import entry
 from cluster.core.state import Capacity, ConductorConfig, Role
 from kvstore.core.blocks import BlockHash, NodeId, WorkerId
-from kvstore.directory.membership import Member, members
+from kvstore.directory.directory import AwayError, BlockChange, Directory, Gap, Roster
+from kvstore.directory.membership import LEASE_S, Member
 from kvstore.transfer import kv_pb2 as kv
 from kvstore.transfer.kv_pb2_grpc import KVNodeStub
 from kvstore.transfer.server import OPTIONS
@@ -42,7 +45,8 @@ from kvstore.transfer.server import OPTIONS
 logger = logging.getLogger(__name__)
 
 _MEMBERSHIP_POLL_S = 0.25
-_NODE_RETRY_S = 0.5
+_SNAPSHOT_S = 10.0
+_SNAPSHOT_RETRY_S = 0.5
 _SUBSCRIBER_BACKLOG_MAX = 10_000
 
 
@@ -68,19 +72,20 @@ class Driver:
     def __init__(
         self,
         config: SchedulingConfig,
-        redis: Redis,
-        cluster: str,
+        directory: Directory,
         clock: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
     ) -> None:
         self._config = config
-        self._redis = redis
-        self._cluster = cluster
+        self._directory = directory
         self._clock = clock
         self._chance = chance
         self._core: Conductor | None = None
         self._members: dict[str, Member] = {}
-        self._node_streams: dict[str, asyncio.Task[None]] = {}
+        self._directory_known = False
+        self._memory = ""
+        self._losses_from_s = float("-inf")
+        self._snapshots: dict[str, asyncio.Task[None]] = {}
         self._subscribers: set[asyncio.Queue[Command]] = set()
         self._refused: set[str] = set()
         self._log: TextIO | None = None
@@ -135,6 +140,7 @@ class Driver:
                 {"id": m.id, "role": m.role, "node": m.node, "address": m.address, "pid": m.pid}
                 for m in self._members.values()
             ],
+            "directory": "known" if self._directory_known else "away",
             "conductor": self._core.snapshot() if self._core is not None else None,
         }
 
@@ -145,26 +151,48 @@ class Driver:
     # -- background work ------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Follows membership until cancelled."""
+        """Follows the directory until cancelled."""
         try:
-            while True:
-                try:
-                    self._update_members(await members(self._redis, self._cluster))
-                except RedisError as error:  # the last known members stay
-                    logger.warning("membership is unknown for now: %s", error)
-                await asyncio.sleep(_MEMBERSHIP_POLL_S)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._follow_members())
+                tasks.create_task(self._follow_changes())
         finally:
-            for stream in self._node_streams.values():
-                stream.cancel()
+            for snapshot in self._snapshots.values():
+                snapshot.cancel()
             if self._log is not None:
                 self._log.close()
 
-    def _update_members(self, present: Sequence[Member]) -> None:
-        now_here = {member.id: member for member in present}
+    async def _follow_members(self) -> None:
+        while True:
+            try:
+                self._update_members(await self._directory.roster())
+            except AwayError as error:
+                self._directory_away(error)
+            await asyncio.sleep(_MEMBERSHIP_POLL_S)
+
+    def _directory_away(self, error: AwayError) -> None:
+        """The last known members stay; how long they are trusted is for the core to say."""
+        if self._directory_known:
+            logger.warning("membership is unknown for now: %s", error)
+            self._directory_known = False
+            self.report(DirectoryLost())
+
+    def _directory_here(self, memory: str) -> None:
+        """After it was away, or has lost its memory, every member that lives gets the time to renew its lease."""
+        if not self._directory_known or memory != self._memory:
+            self._losses_from_s = self._clock() + LEASE_S
+        if not self._directory_known:
+            self.report(DirectoryFound())
+        self._directory_known, self._memory = True, memory
+
+    def _update_members(self, roster: Roster) -> None:
+        self._directory_here(roster.memory)
+        now_here = {member.id: member for member in roster.members}
         for known in list(self._members.values()):
-            if now_here.get(known.id) != known:
+            absent = known.id not in now_here
+            if now_here.get(known.id) != known and not (absent and self._clock() < self._losses_from_s):
                 self._left(known)
-        for member in present:
+        for member in roster.members:
             if member.id not in self._members and not self._foreign(member):
                 self._joined(member)
 
@@ -190,7 +218,7 @@ class Driver:
         logger.info("%s %s joined at %s", member.role, member.id, member.address)
         self._members[member.id] = member
         if member.role == "node":
-            self._node_streams[member.id] = asyncio.create_task(self._follow_node(member))
+            self._ask(member)
             return
         if self._core is None:
             self._core = Conductor(
@@ -202,6 +230,8 @@ class Driver:
                 ),
                 self._chance,
             )
+            for node in self._nodes():  # what they said before was heard by nobody
+                self._ask(node)
         self._handle(
             WorkerJoined(
                 worker=WorkerId(member.id),
@@ -216,32 +246,57 @@ class Driver:
         logger.warning("%s %s left", member.role, member.id)
         del self._members[member.id]
         if member.role == "node":
-            self._node_streams.pop(member.id).cancel()
+            if (asked := self._snapshots.pop(member.id, None)) is not None:
+                asked.cancel()
             self.report(NodeLeft(node=NodeId(member.id), reason="its membership lapsed"))
         else:
             self.report(WorkerLeft(worker=WorkerId(member.id), reason="its membership lapsed"))
 
-    async def _follow_node(self, member: Member) -> None:
-        """Feeds what the node holds; each new stream begins with a snapshot."""
-        async with grpc.aio.insecure_channel(member.address, options=OPTIONS) as channel:
-            node = KVNodeStub(channel)
-            while True:
-                try:
-                    async for message in node.Events(kv.EventsRequest(), wait_for_ready=True):
-                        self._node_event(NodeId(member.id), message)
-                except grpc.aio.AioRpcError as error:
-                    logger.warning("event stream of node %s broke: %s", member.id, error.details())
-                await asyncio.sleep(_NODE_RETRY_S)
+    def _nodes(self) -> list[Member]:
+        return [member for member in self._members.values() if member.role == "node"]
 
-    def _node_event(self, node: NodeId, message: kv.BlockEvents) -> None:
-        stored = tuple(BlockHash(name) for name in message.stored)
-        removed = tuple(BlockHash(name) for name in message.removed)
-        if message.snapshot:
-            self.report(NodeSnapshot(node=node, hashes=stored, sequence=message.sequence))
-        elif removed:
-            self.report(BlockRemoved(node=node, hashes=removed, sequence=message.sequence))
+    async def _follow_changes(self) -> None:
+        async with aclosing(self._directory.changes()) as changes:
+            async for told in changes:
+                if isinstance(told, Gap):
+                    for node in self._nodes():
+                        self._ask(node)
+                    continue
+                member = self._members.get(told.node)
+                if member is not None and member.epoch == told.epoch:  # of others a snapshot comes first
+                    self._changed(told.node, told.change)
+
+    def _changed(self, node: NodeId, change: BlockChange) -> None:
+        hashes, sequence = change.hashes, change.sequence
+        if change.tier is None:
+            self.report(BlockRemoved(node=node, hashes=hashes, sequence=sequence))
         else:
-            self.report(BlockStored(node=node, hashes=stored, sequence=message.sequence))
+            self.report(BlockStored(node=node, hashes=hashes, sequence=sequence, tier=change.tier))
+
+    def _ask(self, node: Member) -> None:
+        """Asks for all that the node holds, from now on."""
+        if (asked := self._snapshots.pop(node.id, None)) is not None:
+            asked.cancel()
+        self._snapshots[node.id] = asyncio.create_task(self._take_snapshot(node))
+
+    async def _take_snapshot(self, node: Member) -> None:
+        """The first message of a node's event stream is one."""
+        async with grpc.aio.insecure_channel(node.address, options=OPTIONS) as channel:
+            while True:
+                events = KVNodeStub(channel).Events(
+                    kv.EventsRequest(), wait_for_ready=True, timeout=_SNAPSHOT_S
+                )
+                try:
+                    message = await events.read()
+                except grpc.aio.AioRpcError as error:
+                    logger.warning("node %s gives no snapshot: %s", node.id, error.details())
+                else:
+                    if isinstance(message, kv.BlockEvents):
+                        events.cancel()
+                        del self._snapshots[node.id]
+                        self.report(_snapshot(NodeId(node.id), message))
+                        return
+                await asyncio.sleep(_SNAPSHOT_RETRY_S)
 
     # -- the core -------------------------------------------------------------------------------------------
 
@@ -261,9 +316,8 @@ class Driver:
             loop.call_later(max(0.0, command.at_s - self._clock()), self._wake, command.at_s)
         elif isinstance(command, RequestSnapshot):
             member = self._members.get(command.node)
-            if member is not None:  # a new stream begins with one
-                self._node_streams[member.id].cancel()
-                self._node_streams[member.id] = asyncio.create_task(self._follow_node(member))
+            if member is not None and member.id not in self._snapshots:
+                self._ask(member)
         elif isinstance(command, Abort):
             for queue in self._subscribers:
                 if not queue.full():
@@ -271,3 +325,9 @@ class Driver:
 
     def _wake(self, at_s: float) -> None:
         self._handle(Timer(at_s=at_s))
+
+
+def _snapshot(node: NodeId, message: kv.BlockEvents) -> NodeSnapshot:
+    names = tuple(BlockHash(name) for name in message.stored)
+    in_dram = len(names) - message.on_ssd
+    return NodeSnapshot(node=node, hashes=names[:in_dram], sequence=message.sequence, ssd=names[in_dram:])

@@ -36,6 +36,7 @@ _POLL_S = 0.2
 _STOP_S = 10.0
 _KILL_S = 5.0
 _LOG_LINES = 15
+_VALKEY_SILENT_MAX = 3
 _RESTARTS_MAX = 100
 _SHM = Path("/dev/shm")
 # A socket's path has at most 107 bytes, of which Ray's own part and our folder's name take up to 86.
@@ -82,6 +83,7 @@ class LocalCluster:
         self.parts: list[Part] = []
         self._progress = progress
         self._valkey: Any = None
+        self._valkey_silent = 0
         self._gateway: subprocess.Popen[bytes] | None = None
         self._actors: dict[str, Any] = {}
         self._ray_started = False
@@ -308,11 +310,31 @@ class LocalCluster:
     # -- running ------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises PartFailedError when the gateway is gone (Ray restarts the others)."""
+        """Starts Valkey anew when it is gone. Raises PartFailedError when it cannot, and when the gateway is gone; Ray
+        restarts the others. To be called about once a second.
+        """
         assert self._gateway is not None
         self._remember()
+        self._revive_valkey()
         if self._gateway.poll() is not None:
             raise self._failed(self._named("gateway"), f"it ended with status {self._gateway.returncode}")
+
+    def _revive_valkey(self) -> None:
+        """A Valkey that does not answer several times in turn is started anew in its place, knowing nothing: all that
+        is in it is said again by those who said it.
+        """
+        if self._valkey is None or self._valkey.is_running():
+            self._valkey_silent = 0
+            return
+        self._valkey_silent += 1
+        if self._valkey_silent < _VALKEY_SILENT_MAX:
+            return
+        self._valkey_silent = 0
+        self._valkey.terminate()
+        try:
+            self._valkey.start()
+        except Exception as error:  # its own errors and OSError alike say why
+            raise self._failed(self._named("valkey"), str(error)) from error
 
     def address(self, name: str) -> str:
         """The gRPC address of a part, for tests and benchmarks."""

@@ -1,16 +1,15 @@
 """What each process of a cluster runs, by role: the Ray actors come here."""
 
-import asyncio
 import os
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from redis.asyncio import Redis
-
 from cluster.config import SchedulingConfig
 from kvstore.core.blocks import NodeId
-from kvstore.directory.membership import Member, keep_announced
+from kvstore.directory.membership import Member
+from kvstore.directory.presence import Presence
+from kvstore.directory.redis_directory import RedisDirectory, connect
 from kvstore.engine.settings import WorkerSettings
 from kvstore.node import KVNode, NodeConfig
 
@@ -56,13 +55,12 @@ async def run_role(role: str, settings: Settings, ready: Ready) -> None:
 
 async def _run_node(settings: NodeSettings, ready: Ready) -> None:
     member = _member(settings.config.node_id, "node", settings.config.address, settings.config.node_id)
-    redis = Redis.from_url(settings.redis_url)
-    announcing = asyncio.create_task(keep_announced(redis, settings.cluster, member))
+    redis = connect(settings.redis_url)
+    presence = Presence(RedisDirectory(redis, settings.cluster), member)
+    node = KVNode(settings.config, publish=presence.publish)
     try:
-        await KVNode(settings.config).serve(started=lambda: ready(member))
+        await presence.beside(node.serve(started=lambda: ready(member)))
     finally:
-        announcing.cancel()
-        await asyncio.gather(announcing, return_exceptions=True)
         await redis.aclose()
 
 
@@ -70,10 +68,10 @@ async def _run_conductor(settings: ConductorSettings, ready: Ready) -> None:
     from cluster.control.driver import Driver
     from cluster.control.service import serve
 
-    redis = Redis.from_url(settings.redis_url)
+    redis = connect(settings.redis_url)
     member = _member("conductor", "conductor", settings.address, NodeId(""))
     try:
-        driver = Driver(settings.config, redis, settings.cluster)
+        driver = Driver(settings.config, RedisDirectory(redis, settings.cluster))
         await serve(driver, settings.address, ready=lambda: ready(member))
     finally:
         await redis.aclose()

@@ -22,11 +22,17 @@ class Admit:
 
 
 def gate(view: View, request: Arrive, any_prefill: bool, any_decode: bool) -> RetryAfter | Reject | None:
-    """What no candidate could change: too much in flight, a role without workers, a request too long for any.
+    """What no candidate could change: membership long unknown, too much in flight, a role without workers, a request
+    too long for any.
 
     `any_prefill` and `any_decode` count every worker, the view only those that could hold this request.
     """
     config = view.config
+    unknown_s = view.now_s - view.directory_lost_s
+    if unknown_s > config.directory_grace_s:
+        limit = Limit(term="directory_grace_s", predicted=unknown_s, allowed=config.directory_grace_s)
+        why = Explanation(policy=config.policy, limit=limit)
+        return _retry(view, request, config.retry_s_no_worker, "who is in the cluster is unknown", why)
     if view.inflight >= config.inflight_max:
         limit = Limit(term="inflight_max", predicted=view.inflight + 1, allowed=config.inflight_max)
         why = Explanation(policy=config.policy, limit=limit)

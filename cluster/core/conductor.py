@@ -41,6 +41,8 @@ from cluster.core.events import (
     BlockRemoved,
     BlockStored,
     DecodeStarted,
+    DirectoryFound,
+    DirectoryLost,
     Event,
     Failed,
     Finished,
@@ -90,6 +92,7 @@ class Conductor:
         self._flights: dict[RequestId, Flight] = {}
         self._snapshots_asked_s: dict[NodeId, float] = {}
         self._wakes_s: list[float] = []  # asked for and not due yet, the next one last
+        self._directory_lost_s = float("inf")
         self._output_tokens = float(config.output_tokens_guess)
         self._ttft_fit = Fit()
         self._counts = {"placed": 0, "retried": 0, "rejected": 0, "finished": 0, "failed": 0, "aborted": 0}
@@ -119,15 +122,22 @@ class Conductor:
             case Aborted():
                 return self._aborted(event)
             case BlockStored():
-                return self._seen(event.node, self.index.stored(event.node, event.hashes, event.sequence))
+                return self._seen(event.node, self._stored(event))
             case BlockRemoved():
                 return self._seen(event.node, self.index.removed(event.node, event.hashes, event.sequence))
             case NodeSnapshot():
                 self._snapshots_asked_s.pop(event.node, None)
-                return self._seen(event.node, self.index.replace(event.node, event.hashes, event.sequence))
+                complete = self.index.replace(event.node, event.hashes, event.sequence, event.ssd)
+                return self._seen(event.node, complete)
             case NodeLeft():
                 self._snapshots_asked_s.pop(event.node, None)
                 self.index.drop(event.node)
+                return []
+            case DirectoryLost():
+                self._directory_lost_s = min(self._directory_lost_s, self._now_s)
+                return []
+            case DirectoryFound():
+                self._directory_lost_s = float("inf")
                 return []
             case WorkerJoined():
                 return self._joined(event)
@@ -183,6 +193,7 @@ class Conductor:
         workers = self._trusted()
         return View(
             now_s=self._now_s,
+            directory_lost_s=self._directory_lost_s,
             config=self.config,
             prefill=tuple(
                 w for w in workers if w.role is Role.PREFILL and w.capacity.kv_tokens_max >= event.tokens
@@ -352,6 +363,9 @@ class Conductor:
 
     # -- the copy of the truth, and time
 
+    def _stored(self, event: BlockStored) -> bool:
+        return self.index.stored(event.node, event.hashes, event.sequence, event.tier)
+
     def _seen(self, node: NodeId, complete: bool) -> list[Command]:
         if complete:
             return []
@@ -444,6 +458,7 @@ class Conductor:
         return {
             "node": node,
             "blocks": self.index.blocks_on(node),
+            "dram_blocks": self.index.dram_blocks_on(node),
             "sequence": self.index.sequence_of(node),
             "snapshot_asked": node in self._snapshots_asked_s,
         }

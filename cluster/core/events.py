@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cluster.core.cost import Coefficients
 from cluster.core.state import Capacity, Role, Slo, TenantId
-from kvstore.core.blocks import BlockHash, NodeId, RequestId, WorkerId
+from kvstore.core.blocks import BlockHash, NodeId, RequestId, Tier, WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,13 +121,18 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStored:
+    """The node holds these blocks now, in `tier` at best, whatever it held of them before."""
+
     node: NodeId
     hashes: tuple[BlockHash, ...]
     sequence: int
+    tier: Tier = Tier.DRAM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRemoved:
+    """The node holds these blocks no more, in no tier."""
+
     node: NodeId
     hashes: tuple[BlockHash, ...]
     sequence: int
@@ -135,11 +140,22 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSnapshot:
-    """All that the node held after its change number `sequence`."""
+    """All that the node held after its change number `sequence`: in its DRAM, and on its `ssd` alone."""
 
     node: NodeId
     hashes: tuple[BlockHash, ...]
     sequence: int
+    ssd: tuple[BlockHash, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectoryLost:
+    """Nobody knows any more who joins and who is lost. What was known last stays, for a while."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectoryFound:
+    """Membership is known again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,5 +181,7 @@ Event = (
     | BlockStored
     | BlockRemoved
     | NodeSnapshot
+    | DirectoryLost
+    | DirectoryFound
     | Timer
 )

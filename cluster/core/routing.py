@@ -3,9 +3,10 @@
 A policy is a function of (view, request, chance) that returns candidates, best first.  `chance` gives numbers in
 [0, 1).  The view always has a decode worker, and a prefill worker where the request needs one.
 
-How a way is priced.  Missing prefix blocks travel while the request queues, and a request's KV travels to another
-machine while it is computed, layer by layer; only what sticks out is waited for.  Engines load KV from the memory of
-their own machine when all of it is there, which is never hidden.
+How a way is priced.  Missing prefix blocks are read from SSD and travel while the request queues, and a request's KV
+travels to another machine while it is computed, layer by layer; only what sticks out is waited for.  Engines load KV
+from the memory of their own machine when all of it is there, which is never hidden.  Of each node's part of a chain,
+all that lies beyond its prefix in DRAM counts as being read from its SSD.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from cluster.core.cost import fetch_s
 from cluster.core.events import Arrive
 from cluster.core.state import View, Worker
 from kvstore.core.blocks import NodeId
+from kvstore.core.prefix_index import Held
 
 Chance = Callable[[], float]
 Policy = Callable[[View, Arrive, Chance], list[Candidate]]
 
+NOTHING = Held(0, 0)
 SHORTLIST = 4
 """Pairs are priced among this many best workers of each role: prices of pairs differ only by their hand-off."""
 
@@ -92,7 +95,7 @@ def _prefill_offers(view: View, request: Arrive) -> list[_PrefillOffer]:
 def _prefill_offer(view: View, request: Arrive, worker: Worker, longest: NodeId | None) -> _PrefillOffer:
     """The quicker of using what the worker's own node holds, and bringing the longest prefix from elsewhere."""
     local = _prefill_from(view, request, worker, worker.node if worker.node in view.held else None)
-    if longest is None or view.held[longest] <= view.held.get(worker.node, 0):
+    if longest is None or view.held[longest].blocks <= view.held.get(worker.node, NOTHING).blocks:
         return local
     remote = _prefill_from(view, request, worker, longest)
     return remote if remote.seconds < local.seconds else local
@@ -101,11 +104,14 @@ def _prefill_offer(view: View, request: Arrive, worker: Worker, longest: NodeId 
 def _prefill_from(view: View, request: Arrive, worker: Worker, source: NodeId | None) -> _PrefillOffer:
     """Price one source. The engine must compute one token at least, so a full hit counts for one token less."""
     config = view.config
-    held = view.held[source] * config.block_tokens if source is not None else 0
-    cached = min(held, request.tokens - 1)
-    missing = held - view.held.get(worker.node, 0) * config.block_tokens if source != worker.node else 0
+    near = view.held.get(worker.node, NOTHING)
+    far = view.held[source] if source is not None and source != worker.node else near
+    cached = min(far.blocks * config.block_tokens, request.tokens - 1)
     queue_s = worker.queue_s(view.now_s)
-    travel_s = fetch_s(missing * config.kv_bytes_per_token, config.network)
+    travel_s = _read_s(view, near.blocks - near.dram)
+    if far is not near:
+        travel_s += _read_s(view, far.blocks - max(far.dram, near.blocks))
+        travel_s += fetch_s((far.blocks - near.blocks) * _block_bytes(view), config.network)
     load_s = fetch_s(cached * config.kv_bytes_per_token, config.memory)
     return _PrefillOffer(
         worker=worker,
@@ -115,6 +121,15 @@ def _prefill_from(view: View, request: Arrive, worker: Worker, source: NodeId | 
         fetch_s=max(0.0, travel_s - queue_s) + load_s,
         prefill_s=worker.prefill_s(cached, request.tokens - cached),
     )
+
+
+def _block_bytes(view: View) -> int:
+    return view.config.block_tokens * view.config.kv_bytes_per_token
+
+
+def _read_s(view: View, blocks: int) -> float:
+    """Seconds to bring so many blocks from an SSD into the DRAM beside it."""
+    return fetch_s(blocks * _block_bytes(view), view.config.ssd)
 
 
 def _decode_s(view: View, worker: Worker) -> tuple[float, float]:
@@ -142,7 +157,9 @@ def _pair(view: View, request: Arrive, offer: _PrefillOffer, decode: Worker) -> 
     source = offer.source if offer.worker else _whole_source(view, request, decode.node)
     from_node = offer.worker.node if offer.worker else source
     travel_s = fetch_s(prompt_bytes, config.network) if from_node != decode.node else 0.0
-    pool_fetch_s = 0.0 if offer.worker else travel_s
+    pool_fetch_s = 0.0
+    if offer.worker is None and source is not None:
+        pool_fetch_s = travel_s + _read_s(view, view.held[source].blocks - view.held[source].dram)
     handoff_s = load_s + (max(0.0, travel_s - offer.prefill_s) if offer.worker else 0.0)
     before_decode_s = offer.seconds + pool_fetch_s + handoff_s
     decode_wait_s = max(0.0, wait_s - before_decode_s)
@@ -164,15 +181,19 @@ def _pair(view: View, request: Arrive, offer: _PrefillOffer, decode: Worker) -> 
 
 
 def _longest(view: View) -> NodeId | None:
-    """The node with the longest prefix, the first by id between equals."""
-    return min(view.held, key=lambda node: (-view.held[node], node), default=None)
+    """The node with the longest prefix; between equals the one with more of it in DRAM, then the first by id."""
+    return min(
+        view.held, key=lambda node: (-view.held[node].blocks, -view.held[node].dram, node), default=None
+    )
 
 
 def _holders_of_all(view: View, request: Arrive) -> list[NodeId]:
-    return sorted(node for node, blocks in view.held.items() if blocks == len(request.chain))
+    """The nodes with every block of the request's chain, those with the most of it in DRAM first."""
+    whole = [node for node, held in view.held.items() if held.blocks == len(request.chain)]
+    return sorted(whole, key=lambda node: (-view.held[node].dram, node))
 
 
 def _whole_source(view: View, request: Arrive, near: NodeId) -> NodeId:
-    """Who gives the whole prompt's blocks to the node `near`: itself where it can."""
+    """Who gives the whole prompt's blocks to the node `near`: itself where it can, since it reads its SSD first."""
     holders = _holders_of_all(view, request)
     return near if near in holders else holders[0]

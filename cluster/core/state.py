@@ -9,6 +9,7 @@ from typing import NewType
 
 from cluster.core.cost import Coefficients, Fit, Link, decode_step_s, prefill_s
 from kvstore.core.blocks import NodeId, RequestId, WorkerId
+from kvstore.core.prefix_index import Held
 
 TenantId = NewType("TenantId", str)
 
@@ -49,9 +50,11 @@ class ConductorConfig:
     retry_s_no_worker: float = 5.0
     snapshot_retry_s: float = 2.0
     suspect_s: float = 5.0
+    directory_grace_s: float = 60.0
     explained_max: int = 8
     memory: Link = Link(latency_s=1e-4, bytes_per_s=5e9)
     network: Link = Link(latency_s=1e-3, bytes_per_s=1e9)
+    ssd: Link = Link(latency_s=1e-3, bytes_per_s=1.5e9)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -129,14 +132,16 @@ class View:
 
     `prefill` and `decode` are the workers that could take this request, by id; `held` is how many leading blocks of
     its chain each node holds; `context_tokens` is how many tokens of KV it is expected to end with; `output_tokens`
-    is how many tokens an answer has on average.
+    is how many tokens an answer has on average; membership has not been known since `directory_lost_s`, if that is
+    over.
     """
 
     now_s: float
+    directory_lost_s: float
     config: ConductorConfig
     prefill: tuple[Worker, ...]
     decode: tuple[Worker, ...]
-    held: Mapping[NodeId, int]
+    held: Mapping[NodeId, Held]
     inflight: int
     placements: int
     context_tokens: int

@@ -19,6 +19,7 @@ they are part of the key under which one node stores one copy.
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NewType
 
 from blake3 import blake3
@@ -31,6 +32,15 @@ RequestId = NewType("RequestId", str)
 WorkerId = NewType("WorkerId", str)
 
 HASH_BYTES = 32
+
+
+class Tier(StrEnum):
+    """Where a node holds a block; one that is in both tiers counts as being in the faster one."""
+
+    DRAM = "dram"
+    SSD = "ssd"
+
+
 _TOKEN_ID_MAX = 2**32 - 1
 
 

@@ -1,14 +1,14 @@
 """Runs one worker: an engine, its gRPC service, its membership; the same for both roles."""
 
-import asyncio
 import os
 import uuid
 from collections.abc import Callable
 
 import grpc
-from redis.asyncio import Redis
 
-from kvstore.directory.membership import Member, keep_announced
+from kvstore.directory.membership import Member
+from kvstore.directory.presence import Presence
+from kvstore.directory.redis_directory import RedisDirectory, connect
 from kvstore.engine.engine import Engine
 from kvstore.engine.launch import Role
 from kvstore.engine.settings import WorkerSettings
@@ -27,20 +27,18 @@ async def host(
 ) -> None:
     """Starts the engine, serves what `add` registers, announces the worker and calls `ready`, until cancelled.
 
-    Raises EngineDiedError when the engine does. The engine is stopped in any case.
+    Raises EngineDiedError when the engine does, FencedError when the worker was started anew elsewhere. The engine is
+    stopped in any case.
     """
     engine = await Engine.start(settings, role)
-    redis = Redis.from_url(settings.redis_url)
-    member = _member(settings, role, engine)
-    announcing = asyncio.create_task(asyncio.sleep(0))
+    redis = connect(settings.redis_url)
+    presence = Presence(RedisDirectory(redis, settings.cluster), _member(settings, role, engine))
     try:
         async with serving(settings.address, lambda server: add(server, engine)):
-            announcing = asyncio.create_task(keep_announced(redis, settings.cluster, member))
-            ready(member)
-            raise EngineDiedError(f"{settings.worker_id} ends: {await engine.until_dead()}")
+            ready(presence.member)
+            reason = await presence.beside(engine.until_dead())
+            raise EngineDiedError(f"{settings.worker_id} ends: {reason}")
     finally:
-        announcing.cancel()
-        await asyncio.gather(announcing, return_exceptions=True)
         await redis.aclose()
         await engine.close()
 

@@ -553,13 +553,18 @@ class BlockEvents(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
     REMOVED_FIELD_NUMBER: _builtins.int
+    ON_SSD_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     snapshot: _builtins.bool
     """`stored` replaces all that was known of this node"""
+    on_ssd: _builtins.int
+    """so many of `stored`, the last ones, are on the SSD alone; the others in DRAM"""
     @_builtins.property
     def stored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     @_builtins.property
-    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """held in no tier any more"""
+
     def __init__(
         self,
         *,
@@ -567,10 +572,11 @@ class BlockEvents(_message.Message):
         snapshot: _builtins.bool = ...,
         stored: _abc.Iterable[_builtins.bytes] | None = ...,
         removed: _abc.Iterable[_builtins.bytes] | None = ...,
+        on_ssd: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["removed", b"removed", "sequence", b"sequence", "snapshot", b"snapshot", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["on_ssd", b"on_ssd", "removed", b"removed", "sequence", b"sequence", "snapshot", b"snapshot", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

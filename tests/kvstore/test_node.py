@@ -19,7 +19,7 @@ from kvstore.node import KVNode, NodeConfig
 from kvstore.tiers.dram import Arena, ArenaShape
 from kvstore.transfer import kv_pb2 as pb
 from kvstore.transfer.kv_pb2_grpc import KVNodeStub
-from kvstore.transfer.messages import layout_message
+from kvstore.transfer.messages import block_hashes_from, layout_message
 
 if TYPE_CHECKING:
     from kvstore.transfer.kv_pb2_grpc import KVNodeAsyncStub
@@ -568,7 +568,7 @@ async def test_a_slow_subscriber_sees_a_gap_and_blocks_nobody(node: Running) -> 
     first = await next_event
     assert first.sequence == 1
     for _ in range(10_000):
-        node.node._publish(pb.BlockEvents(removed=chain(1, start=200)))
+        node.node._publish(None, block_hashes_from(chain(1, start=200)))
     assert (await anext(stream)).sequence > first.sequence + 1
     node.node._subscribers.clear()
     assert await node.reserve("after", chain(1, start=9))

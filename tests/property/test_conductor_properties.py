@@ -21,6 +21,8 @@ from cluster.core.events import (
     BlockRemoved,
     BlockStored,
     DecodeStarted,
+    DirectoryFound,
+    DirectoryLost,
     Event,
     Failed,
     Finished,
@@ -37,7 +39,7 @@ from cluster.core.events import (
 from cluster.core.log import decode, encode, entry, replay
 from cluster.core.routing import POLICIES
 from cluster.core.state import Capacity, ConductorConfig, Role, Slo, TenantId
-from kvstore.core.blocks import BlockHash, NodeId, RequestId, WorkerId
+from kvstore.core.blocks import BlockHash, NodeId, RequestId, Tier, WorkerId
 
 CONFIG = ConductorConfig(inflight_max=6, request_s_max=30.0, explained_max=3)
 ROLES = {f"{role}-{i}": role for role in Role for i in range(2)}
@@ -99,9 +101,11 @@ events: st.SearchStrategy[Event] = st.one_of(
     st.builds(joined, workers, st.sampled_from([7000, 7000, 7000, 7001])),
     st.builds(WorkerLeft, worker=workers, reason=st.just("lease expired")),
     st.builds(NodeLeft, node=nodes, reason=st.just("lease expired")),
-    st.builds(BlockStored, **pool),
+    st.builds(BlockStored, **pool, tier=st.sampled_from(Tier)),
     st.builds(BlockRemoved, **pool),
-    st.builds(NodeSnapshot, **pool),
+    st.builds(NodeSnapshot, **pool, ssd=some_blocks),
+    st.builds(DirectoryLost),
+    st.builds(DirectoryFound),
     st.builds(Timer, at_s=st.floats(0, 100)),
 )
 histories = st.lists(st.tuples(st.sampled_from([0.0, 0.01, 0.7, 5.0]), events), max_size=60)
