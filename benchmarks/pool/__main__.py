@@ -8,10 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.pool import reuse
+from benchmarks.pool import reuse, ssd
 from benchmarks.report import Report, Row, Setting, show
 
-TOPICS: dict[str, Callable[[int], list[Row]]] = {"reuse": reuse.rows}
+TOPICS: dict[str, Callable[[int], list[Row]]] = {"reuse": reuse.rows, "ssd": ssd.rows}
 
 
 def main() -> int:
