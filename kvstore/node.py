@@ -28,6 +28,7 @@ from kvstore.core.tiers import TierConfig, TierMachine
 from kvstore.directory.directory import BlockChange
 from kvstore.fetch import Fetcher
 from kvstore.tiering import Tiering
+from kvstore.tiers.block_file import FileForm
 from kvstore.tiers.dram import Arena, ArenaShape
 from kvstore.tiers.ssd import SsdTier
 from kvstore.transfer import kv_pb2 as pb
@@ -194,9 +195,10 @@ class KVNode(KVNodeServicer):
     def _open_ssd(self, folder: Path, pool: SlotPool, arena: Arena) -> Tiering:
         """Raises OSError when the folder cannot be had, ValueError when the quota holds no block; no arena then."""
         try:
-            ssd = SsdTier.open(folder, arena.shape.layout)
-            config = TierConfig(self._config.ssd_bytes // ssd.file_bytes, self._config.ssd_admission)
-            return Tiering(TierMachine(config), ssd, pool, arena, self._announce)
+            form, quota_bytes = FileForm.raw(arena.shape.layout), self._config.ssd_bytes
+            machine = TierMachine(TierConfig(quota_bytes // form.file_bytes, self._config.ssd_admission))
+            ssd = SsdTier.open(folder, form, quota_bytes=quota_bytes)
+            return Tiering(machine, ssd, pool, arena, self._announce)
         except (OSError, ValueError):
             arena.unlink()
             self._arena = None

@@ -13,6 +13,7 @@ import pytest
 
 from kvstore.core.blocks import BlockHash, KVLayout, NodeId, RequestId
 from kvstore.core.slots import SlotRef
+from kvstore.tiers.block_file import FileForm
 from kvstore.tiers.dram import Arena, ArenaShape, segment_sum
 from kvstore.tiers.ssd import Loaded, Missed, SsdTier
 from kvstore.transfer import kv_pb2 as pb
@@ -85,7 +86,7 @@ def test_in_dram(arena: Arena) -> None:
 
 async def test_on_the_ssd(tmp_path: Path) -> None:
     """Header, padding and payload. The padding is under the header's checksum too."""
-    tier = SsdTier.open(tmp_path, LAYOUT)
+    tier = SsdTier.open(tmp_path, FileForm.raw(LAYOUT))
     buffer = np.empty((LAYOUT.layers, LAYOUT.segment_bytes), np.uint8)
     flipped = 0
     try:
