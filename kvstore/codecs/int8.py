@@ -1,10 +1,10 @@
 """One signed byte an element, one scale for each token and head, for K and V apart.
 
-    segment   scale f32 [2, block_tokens, heads] | q i8 [2, block_tokens, heads, head_dim]      (little-endian)
+    segment   scale f32 [2, block_tokens, heads] | q i8 [2, head_dim, block_tokens, heads]      (little-endian)
     scale     absmax / 127            q = round_half_even(x * (127 / absmax))         x' = q * scale
 
-in float32, each step correctly rounded, so equal input gives equal bytes everywhere. The encoded form is in logical
-order: it does not depend on how an engine packs its pages.
+in float32, each step correctly rounded, so equal input gives equal bytes everywhere. The encoded form is in an
+order of its own: it does not depend on how an engine packs its pages.
 
 Error of an element: half a step, absmax / 254, and the rounding to the engine's dtype (`error_bound`). A row whose
 absmax is below 127 * 2^-126 would need a scale that float32 cannot hold to full precision; it becomes zeros. A row with
@@ -24,6 +24,7 @@ _ABSMAX_MIN = np.float32(127 * 2.0**-126)
 _ABSMAX_MAX = np.float32(2.0**127)
 _SCALE = np.dtype("<f4")
 # Half a unit in the last place, relative; and half of the smallest subnormal, absolute.
+_MAGNITUDE = {"float32": 0x7FFFFFFF, "bfloat16": 0x7FFF, "float16": 0x7FFF}
 _ROUNDING = {
     "float32": (2.0**-24, 2.0**-150),
     "bfloat16": (2.0**-8, 2.0**-134),
@@ -44,31 +45,32 @@ class Int8:
     def encode(self, form: BlockForm, segments: Bytes, out: Bytes) -> Refusal | None:
         check_segments("segments", segments, form.layout.segment_bytes)
         check_segments("encoded", out, _segment_bytes(form), len(segments))
+        dtype = form.layout.dtype
         for layer, (segment, target) in enumerate(zip(segments, out, strict=True)):  # a layer fits the cache
-            values = to_float32(_tokens(form, segment), form.layout.dtype)
-            absmax = np.maximum(values.max(axis=-1), -values.min(axis=-1))  # a NaN stays one
+            elements = form.permutation.channels(segment.reshape(form.layout.pieces, -1))
+            # Without the sign, floats are ordered as their bits are, and a NaN is the largest.
+            magnitude = (elements & elements.dtype.type(_MAGNITUDE[dtype])).max(axis=2, keepdims=True)
+            absmax = to_float32(magnitude, dtype)
             if not (absmax <= _ABSMAX_MAX).all():
                 return Refusal(f"segment {layer}: an absmax of {absmax.max():g} has no int8 scale")
-            inverse = np.where(absmax < _ABSMAX_MIN, 0, _STEPS / np.maximum(absmax, _ABSMAX_MIN))
-            values *= inverse[..., None]
-            scales, quantised = _parts(form, target)
-            scales[:] = np.where(absmax < _ABSMAX_MIN, 0, absmax / _STEPS)
+            values = to_float32(elements, dtype)
+            values *= np.where(absmax < _ABSMAX_MIN, np.float32(0), _STEPS / np.maximum(absmax, _ABSMAX_MIN))
             np.rint(values, out=values)
+            scales, quantised = _parts(form, target)
+            scales[:] = np.where(absmax < _ABSMAX_MIN, np.float32(0), absmax / _STEPS)
             quantised[:] = values
         return None
 
     def decode(self, form: BlockForm, encoded: Bytes, out: Bytes) -> None:
         check_segments("encoded", encoded, _segment_bytes(form))
         check_segments("segments", out, form.layout.segment_bytes, len(encoded))
-        permutation = form.permutation
         for layer, (source, segment) in enumerate(zip(encoded, out, strict=True)):
             scales, quantised = _parts(form, source)
             if not ((scales >= 0) & (scales <= _ABSMAX_MAX / _STEPS)).all():
                 raise ValueError(f"segment {layer}: a scale is negative, too large or no number")
-            values = np.multiply(quantised, scales[..., None], dtype=np.float32)
+            values = np.multiply(quantised, scales, dtype=np.float32, order="C")
             elements = from_float32(values, form.layout.dtype)
-            pages = elements.reshape(2, form.layout.pieces, *permutation.shape.logical[1:])
-            permutation.put(pages.swapaxes(0, 1), segment.reshape(form.layout.pieces, -1))
+            form.permutation.put_channels(elements, segment.reshape(form.layout.pieces, -1))
 
 
 def error_bound(absmax: Floats, dtype: str) -> npt.NDArray[np.float64]:
@@ -83,7 +85,9 @@ def error_bound(absmax: Floats, dtype: str) -> npt.NDArray[np.float64]:
 def to_float32(elements: Elements, dtype: str) -> Floats:
     """Exact: every value of the 16-bit floats is one of float32. Always a copy that may be changed."""
     if dtype == "bfloat16":
-        return (elements.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        bits = elements.astype(np.uint32)
+        bits <<= np.uint32(16)
+        return bits.view(np.float32)
     return elements.view(dtype).astype(np.float32)
 
 
@@ -91,9 +95,12 @@ def from_float32(values: Floats, dtype: str) -> Elements:
     """Rounds to nearest, ties to even. Values are finite."""
     if dtype == "bfloat16":
         bits = values.view(np.uint32)
-        half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-        rounded: Elements = ((bits + half) >> np.uint32(16)).astype(np.uint16)
-        return rounded
+        rounded = bits >> np.uint32(16)
+        rounded &= np.uint32(1)
+        rounded += np.uint32(0x7FFF)
+        rounded += bits
+        rounded >>= np.uint32(16)
+        return rounded.astype(np.uint16)
     if dtype == "float16":
         return values.astype(np.float16).view(np.uint16)
     return values.view(np.uint32)
@@ -104,19 +111,14 @@ def _segment_bytes(form: BlockForm) -> int:
     return 2 * form.layout.block_tokens * shape.heads * (_SCALE.itemsize + shape.head_dim)
 
 
-def _tokens(form: BlockForm, segment: Bytes) -> Elements:
-    """[segment_bytes] -> [2, block_tokens, heads, head_dim] as raw bits."""
-    shape = form.permutation.shape
-    pages = form.permutation.logical(segment.reshape(form.layout.pieces, -1))
-    if form.layout.pieces == 1:
-        return pages[0]
-    return np.ascontiguousarray(pages.swapaxes(0, 1)).reshape(2, -1, shape.heads, shape.head_dim)
-
-
 def _parts(form: BlockForm, encoded: Bytes) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int8]]:
-    """Views of one encoded segment: scales [2, block_tokens, heads], bytes [2, block_tokens, heads, head_dim]."""
-    shape = form.permutation.shape
-    rows = (2, form.layout.block_tokens, shape.heads)
-    scale_bytes = int(np.prod(rows)) * _SCALE.itemsize
-    scales: npt.NDArray[np.float32] = encoded[:scale_bytes].view(_SCALE).reshape(rows)
-    return scales, encoded[scale_bytes:].view(np.int8).reshape(*rows, shape.head_dim)
+    """Views of one encoded segment as [pieces, 2, 1, tokens, heads] and [pieces, 2, head_dim, tokens, heads]."""
+    shape, pieces = form.permutation.shape, form.layout.pieces
+    scale_bytes = 2 * form.layout.block_tokens * shape.heads * _SCALE.itemsize
+    scales: npt.NDArray[np.float32] = encoded[:scale_bytes].view(_SCALE)
+    quantised = encoded[scale_bytes:].view(np.int8)
+    rows = (pieces, shape.tokens, shape.heads)
+    return (
+        np.moveaxis(scales.reshape(2, 1, *rows), 2, 0),
+        np.moveaxis(quantised.reshape(2, shape.head_dim, *rows), 2, 0),
+    )

@@ -128,7 +128,7 @@ def _prove(permutation: Permutation, device: str, write: CacheWrite) -> None:
     random = torch.randn(shape.logical, generator=torch.Generator().manual_seed(0))
     kv = random.to(getattr(torch, shape.dtype))
     page = _written(shape, device, write, kv).view(torch.uint8).numpy()
-    if not np.array_equal(permutation.logical(page[None])[0], raw(kv, shape)):
+    if not np.array_equal(np.stack(permutation.to_logical(page[None])), raw(kv, shape)):
         raise LayoutError("the engine's cache does not hold the bits that were written")
 
 
