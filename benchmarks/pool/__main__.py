@@ -8,10 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.pool import reuse
+from benchmarks.pool import codecs, reuse
 from benchmarks.report import Report, Row, Setting, show
 
-TOPICS: dict[str, Callable[[int], list[Row]]] = {"reuse": reuse.rows}
+TOPICS: dict[str, Callable[[int], list[Row]]] = {"codecs": codecs.rows, "reuse": reuse.rows}
 
 
 def main() -> int:
