@@ -8,10 +8,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.pool import index, reuse, ssd
+from benchmarks.pool import codecs, index, reuse, ssd
 from benchmarks.report import Report, Row, Setting, show
 
-TOPICS: dict[str, Callable[[int], list[Row]]] = {"index": index.rows, "ssd": ssd.rows, "reuse": reuse.rows}
+TOPICS: dict[str, Callable[[int], list[Row]]] = {
+    "index": index.rows,
+    "ssd": ssd.rows,
+    "codecs": codecs.rows,
+    "reuse": reuse.rows,
+}
 
 
 def main() -> int:
