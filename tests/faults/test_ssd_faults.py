@@ -60,7 +60,7 @@ async def test_each_byte_of_a_file_flipped_is_a_miss(tmp_path: Path, form: FileF
 
 
 def killed(folder: Path, seed: int) -> None:
-    """A process that writes, killed at a moment that the seed names, most of them in the middle of writes."""
+    """A process that writes, killed at a moment that the seed names; a third of them leave an unfinished file."""
     script = Path(__file__).with_name("ssd_writer.py")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(
