@@ -12,7 +12,7 @@ from rich.console import Console
 
 from benchmarks.report import Report, show
 
-_BENCHMARKS = ("handoff",)
+_BENCHMARKS = ("handoff", "pool")
 
 
 def main() -> int:
