@@ -178,8 +178,10 @@ class Driver:
             self.report(DirectoryLost())
 
     def _directory_here(self, memory: str) -> None:
-        """After it was away, or has lost its memory, every member that lives gets the time to renew its lease."""
-        if not self._directory_known or memory != self._memory:
+        """After it was away, or has lost its memory, every member that lives gets the time to renew its lease. At the
+        start there is none that could be lost.
+        """
+        if self._members and (not self._directory_known or memory != self._memory):
             self._losses_from_s = self._clock() + LEASE_S
         if not self._directory_known:
             self.report(DirectoryFound())

@@ -14,6 +14,7 @@ from cluster.core.conductor import Conductor
 from cluster.core.log import replay
 from cluster.core.state import ConductorConfig
 from kvstore.engine.fake import fake_answer
+from tests.cluster.conftest import until
 
 if TYPE_CHECKING:
     from tests.cluster.conftest import SmallCluster, Start
@@ -42,6 +43,17 @@ async def test_a_conductor_that_restarts_is_found_again(start: "Start") -> None:
     await cluster.settled()
     again = await cluster.answered_right([*prompt(2)[:24], 7])
     assert again.num_cached_tokens == 24, "what the node holds was learnt anew"
+
+
+async def test_who_withdraws_right_after_the_start_is_gone_at_once(start: "Start") -> None:
+    """The time that is given after the directory was away is given to members that were known, not at the start."""
+    cluster = await start(prefill=2, decode=1)
+    await cluster.workers["prefill-1"].announcing.stop()
+
+    async def gone() -> bool:
+        return "prefill-1" not in {member["id"] for member in cluster.driver.status()["members"]}
+
+    await until(gone, "the conductor knows that it left", seconds=3.0)
 
 
 async def test_a_worker_of_another_model_is_left_out(start: "Start") -> None:

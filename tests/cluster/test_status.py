@@ -27,8 +27,11 @@ WIDE = {**os.environ, "COLUMNS": "160", "LINES": "40", "TERM": "xterm", "NO_COLO
 async def edge(cluster: "SmallCluster", folder: Path) -> AsyncIterator[list[str]]:
     """The command that asks a gateway over this cluster."""
     config = GatewayConfig(model=str(write_model_folder(folder, {})), served_model_names=("tiny",))
+    app = await asyncio.to_thread(
+        create_app, config, cluster.backend
+    )  # its imports would stop the cluster's loop
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        server = uvicorn.Server(uvicorn.Config(create_app(config, cluster.backend), log_level="warning"))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         port = listener.getsockname()[1]
         try:
@@ -41,6 +44,7 @@ async def edge(cluster: "SmallCluster", folder: Path) -> AsyncIterator[list[str]
 async def test_status_is_shown_once_where_nobody_watches(start: "Start", tmp_path: Path) -> None:
     cluster = await start(prefill=2, decode=1)
     await cluster.answered_right(list(range(26)))
+    await cluster.settled()
     async with edge(cluster, tmp_path) as command:
         await asyncio.sleep(1.1)  # the gateway asks the conductor twice a second
         asked = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, env=WIDE)
