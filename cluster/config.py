@@ -58,6 +58,9 @@ class PoolConfig(_Part):
     handoff_lease_s: float = Field(
         30.0, gt=0, description="how long prefilled KV waits for its decode engine"
     )
+    save_generated: bool = Field(
+        True, description="answers' KV goes to the pool too, for the conversation's next turn"
+    )
     verify: bool = Field(True, description="readers check epoch, name and checksum (off only in tests)")
 
 

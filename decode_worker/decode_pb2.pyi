@@ -33,6 +33,7 @@ class DecodeRequest(_message.Message):
     REASONING_PARSER_KWARGS_JSON_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     HAS_TAIL_FIELD_NUMBER: _builtins.int
+    ROOT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     sampling_params: _builtins.bytes
     """msgpack of vllm.SamplingParams"""
@@ -43,6 +44,8 @@ class DecodeRequest(_message.Message):
     reasoning_parser_kwargs_json: _builtins.str
     has_tail: _builtins.bool
     """the last of `slots` is the prompt's tail"""
+    root: _builtins.bytes
+    """parent of the chain's first block: names the answer's blocks; empty: they are not saved"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -70,10 +73,11 @@ class DecodeRequest(_message.Message):
         reasoning_parser_kwargs_json: _builtins.str = ...,
         source: _kv_pb2.Node | None = ...,
         has_tail: _builtins.bool = ...,
+        root: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reasoning_ended", b"_reasoning_ended", "reasoning_ended", b"reasoning_ended", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning_ended", b"_reasoning_ended", "has_tail", b"has_tail", "hashes", b"hashes", "load_timeout_s", b"load_timeout_s", "reasoning_ended", b"reasoning_ended", "reasoning_parser_kwargs_json", b"reasoning_parser_kwargs_json", "request_id", b"request_id", "sampling_params", b"sampling_params", "slots", b"slots", "source", b"source", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning_ended", b"_reasoning_ended", "has_tail", b"has_tail", "hashes", b"hashes", "load_timeout_s", b"load_timeout_s", "reasoning_ended", b"reasoning_ended", "reasoning_parser_kwargs_json", b"reasoning_parser_kwargs_json", "request_id", b"request_id", "root", b"root", "sampling_params", b"sampling_params", "slots", b"slots", "source", b"source", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reasoning_ended: _TypeAlias = _typing.Literal["reasoning_ended"]  # noqa: Y015
     _WhichOneofArgType__reasoning_ended: _TypeAlias = _typing.Literal["_reasoning_ended", b"_reasoning_ended"]  # noqa: Y015

@@ -16,6 +16,6 @@ async def serve(settings: WorkerSettings, ready: Callable[[Member], None]) -> No
     """See `kvstore.engine.hosting.host`."""
 
     def add(server: grpc.aio.Server, engine: Engine) -> None:
-        add_DecodeWorkerServicer_to_server(DecodeWorker(engine), server)
+        add_DecodeWorkerServicer_to_server(DecodeWorker(engine, settings.pool.save_generated), server)
 
     await host(settings, "decode", add, ready)

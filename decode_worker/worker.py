@@ -18,6 +18,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from decode_worker import decode_pb2 as pb
 from decode_worker.decode_pb2_grpc import DecodeWorkerServicer
+from decode_worker.saving import AnswerSaver
 from kvstore.core.blocks import BlockHash, RequestId
 from kvstore.engine.engine import KVEngine
 from kvstore.engine.plan import KVPlan, LoadReport, PlannedBlock
@@ -40,8 +41,10 @@ _SUBMIT_AT = 0.9
 class DecodeWorker(DecodeWorkerServicer):
     """The service over one engine."""
 
-    def __init__(self, engine: KVEngine) -> None:
+    def __init__(self, engine: KVEngine, save_generated: bool = True) -> None:
         self._engine = engine
+        self._save_generated = save_generated
+        self._saver = AnswerSaver(engine)
         self._requests = 0
         self._unplanned_prompt_tokens = 0
 
@@ -52,10 +55,15 @@ class DecodeWorker(DecodeWorkerServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         deadline_s = time.monotonic() + request.load_timeout_s
         leased = True  # until a release has been answered: what failed may have taken a lease
+        plan: KVPlan | None = None
+        holding = False  # the engine holds, or may come to hold, the pages of the answer
         try:
             slots = await self._lease(request)
             await self._follow(slots, deadline_s)
-            plan = self._plan(request, slots)
+            hold = self._save_generated and bool(request.root) and params.n == 1
+            plan = self._plan(request, slots, hold)
+            holding = plan is not None and plan.hold
+            sequence = list(request.token_ids)
             self._requests += 1
             self._unplanned_prompt_tokens += 0 if plan is not None else len(request.token_ids)
             loaded: set[int] = set()  # of the n answers, those that have a token
@@ -66,15 +74,24 @@ class DecodeWorker(DecodeWorkerServicer):
             ) as outputs:
                 async for output in outputs:
                     loaded.update(one.index for one in output.outputs)
+                    if holding:
+                        sequence += output.outputs[0].token_ids
                     if leased and (len(loaded) == params.n or output.finished):
                         await self._release(request.request_id)
                         leased = False
-                    yield await self._reply(request, output)
+                    report = LoadReport.from_params(output.kv_transfer_params)
+                    if plan is not None and holding and output.finished:
+                        holding = False
+                        if report is None or report.held:  # no report: a stop string ended it
+                            self._saver.save(plan, BlockHash(request.root), sequence)
+                    yield await self._reply(request, output, report)
         except EngineDeadError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"the decode engine died: {error}")
         except ValueError as error:  # what vLLM raises for a request that no engine of this model could serve
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
+            if plan is not None and holding:
+                self._saver.let_go(plan)
             if leased:
                 await asyncio.shield(self._release(request.request_id))
 
@@ -83,6 +100,7 @@ class DecodeWorker(DecodeWorkerServicer):
             **asdict(self._engine.counters()),
             "requests": self._requests,
             "unplanned_prompt_tokens": self._unplanned_prompt_tokens,
+            "saved_blocks": self._saver.blocks,
             "dead": self._engine.dead,
         }
         return pb.StatusReply(status_json=json.dumps(status))
@@ -129,7 +147,7 @@ class DecodeWorker(DecodeWorkerServicer):
                 return
             await asyncio.sleep(poll_s)
 
-    def _plan(self, request: pb.DecodeRequest, slots: Sequence[kv.Slot]) -> KVPlan | None:
+    def _plan(self, request: pb.DecodeRequest, slots: Sequence[kv.Slot], hold: bool) -> KVPlan | None:
         if not slots:
             return None
         prompt_tokens = len(request.token_ids)
@@ -140,11 +158,13 @@ class DecodeWorker(DecodeWorkerServicer):
             save=(),
             prompt_tokens=prompt_tokens,
             deadline_s=time.monotonic() + _STALL_S,
+            hold=hold,
         )
 
-    async def _reply(self, request: pb.DecodeRequest, output: RequestOutput) -> pb.DecodeReply:
+    async def _reply(
+        self, request: pb.DecodeRequest, output: RequestOutput, report: LoadReport | None
+    ) -> pb.DecodeReply:
         reply = pb.DecodeReply(output=encode_output(output))
-        report = LoadReport.from_params(output.kv_transfer_params)
         if report is not None:
             await self._engine.drop(report.corrupt)
             loaded_blocks = report.blocks - report.failed_blocks

@@ -383,8 +383,13 @@ class KVNode(KVNodeServicer):
     async def _fetch(
         self, names: Sequence[BlockHash], source: pb.Node, fetch_s: float, context: Context
     ) -> None:
-        """Brings what this node lacks of the chain's blocks from its SSD and from `source`, as far as time allows."""
+        """Brings what this node lacks of the chain's blocks from its SSD and from `source`, as far as time allows.
+
+        Who gives it no time has the bytes and does not ask for the chain.
+        """
         assert self._fetcher is not None
+        if fetch_s <= 0:
+            return
         if self._tiering is not None:
             self._tiering.asked(names)
         peer = await self._peer(source, context)

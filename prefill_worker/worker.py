@@ -5,9 +5,8 @@ vLLM must produce a token to run a prompt: it gets fresh parameters, greedy, one
 
 import asyncio
 import json
-import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any, TypeAlias
@@ -20,13 +19,13 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from kvstore.core.blocks import BlockHash, RequestId
 from kvstore.engine.engine import KVEngine
 from kvstore.engine.plan import KVPlan, LoadReport, PlannedBlock
+from kvstore.engine.reservation import end_reservation
 from kvstore.tiers.dram import Writing
 from kvstore.transfer import kv_pb2 as kv
 from prefill_worker import prefill_pb2 as pb
 from prefill_worker.prefill_pb2_grpc import PrefillWorkerServicer
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-logger = logging.getLogger(__name__)
 
 _ROOM_WAIT_S = 0.02
 _ROOM_WAIT_MAX_S = 0.5
@@ -140,27 +139,9 @@ class PrefillWorker(PrefillWorkerServicer):
 
     async def _end(self, request_id: str, submitted: KVPlan | None, committed: bool) -> None:
         """Gives back what the request still holds at the node, whatever had come of it."""
-        if not committed:
-            if submitted is not None:
-                await self._engine.fence(submitted)
-            abandoned = kv.AbandonRequest(
-                request_id=request_id, worker_id=self._engine.worker_id, stopped=submitted is None
-            )
-            await self._insist(lambda: self._engine.node.Abandon(abandoned, timeout=_NODE_CALL_S))
-        holding = self._holding(request_id)
-        await self._insist(lambda: self._engine.node.Release(holding, timeout=_NODE_CALL_S))
-
-    async def _insist(self, call: Callable[[], Awaitable[object]]) -> None:
-        """Repeats a clean-up call until the node has answered; if the node is gone for good, so is what it held."""
-        while not self._engine.dead:
-            try:
-                await call()
-                return
-            except grpc.aio.AioRpcError as error:
-                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                    logger.warning("clean-up at the KV node failed: %s", error.details())
-                    return
-            await asyncio.sleep(_ROOM_WAIT_MAX_S)
+        if submitted is not None and not committed:
+            await self._engine.fence(submitted)
+        await end_reservation(self._engine, request_id, committed=committed, stopped=submitted is None)
 
     def _holding(self, request_id: str) -> kv.Holding:
         return kv.Holding(request_id=request_id, holder=self._engine.worker_id)

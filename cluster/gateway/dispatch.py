@@ -229,7 +229,7 @@ class ClusterBackend:
             else:
                 slots = []
                 attempt.cached_tokens = attempt.place.cached_tokens_expected
-            async with aclosing(self._decode(attempt, slots, chain, prefill, stop, story)) as outputs:
+            async with aclosing(self._decode(attempt, slots, root, chain, prefill, stop, story)) as outputs:
                 async for output in outputs:
                     yield output
         finally:
@@ -316,6 +316,7 @@ class ClusterBackend:
         self,
         attempt: _Attempt,
         slots: list[kv.Slot],
+        root: BlockHash,
         chain: tuple[BlockHash, ...],
         prefill: asyncio.Task[None] | None,
         stop: asyncio.Task[Any],
@@ -338,6 +339,7 @@ class ClusterBackend:
                     attempt.decision.decode_node,
                 ),
                 has_tail=len(slots) > len(chain),
+                root=root,
                 load_timeout_s=_LOAD_TIMEOUT_S,
                 reasoning_ended=request.reasoning_ended,
                 reasoning_parser_kwargs_json=json.dumps(dict(request.reasoning_parser_kwargs or {})),

@@ -3,7 +3,8 @@
 Scheduler half (`_Scheduler`, in the engine core): reads plans out of `kv_transfer_params` and turns each step into
 page copies. It makes no call to anyone: a call would stall all decoding.
 Worker half (`_Worker`, beside the model): copies pages from the engine to the arena as each layer finishes
-(`save_kv_layer`), and loads planned blocks on a thread of its own while the engine goes on (`_Loader`).
+(`save_kv_layer`), loads planned blocks on a thread of its own while the engine goes on (`_Loader`), and on another
+saves what an answer leaves (`_Saver`).
 
 Rules that vLLM 0.32 sets, and where they are kept:
 - Each pending load is reported finished exactly once, also when it failed or its request was aborted: vLLM holds the
@@ -16,13 +17,17 @@ Rules that vLLM 0.32 sets, and where they are kept:
 - A writer says that it has stopped (`Arena.stop`) one step after its request ended: the steps that could still copy
   are over by then, because a worker runs its steps one after another. A request that ended before it was ever
   scheduled says so too: its slots wait for that word.
+- An answer is saved once, at its end: names depend on the tokens sampled, so slots are reserved when all are known.
+  Until then the engine holds the request's pages (`KVPlan.hold`). Each hold is ended by one word from outside, a plan
+  for the same request that came with a request of its own; it may come before the end. A request whose load is under
+  way is never held: it has no answer yet, and vLLM would free its pages twice.
 """
 
 import logging
 import queue
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +42,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.model_executor.models.utils import extract_layer_index
 
-from kvstore.core.blocks import KVLayout
+from kvstore.core.blocks import KVLayout, RequestId
 from kvstore.engine.orphan import exit_with_parent
 from kvstore.engine.plan import KVPlan, LoadReport, PlannedBlock
 from kvstore.engine.spawned import after_imports
@@ -86,6 +91,15 @@ class LoadJob:
         return self.pages[index * pieces : (index + 1) * pieces]
 
 
+@dataclass(frozen=True, slots=True)
+class HeldSave:
+    """Copy what an ended request leaves (nothing, perhaps), say that `blocks` are written no more, let its pages go."""
+
+    engine_request: str
+    saves: tuple[PageSave, ...]
+    blocks: tuple[PlannedBlock, ...]
+
+
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
     """Scheduler half to worker half, one engine step."""
@@ -93,6 +107,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untype
     saves: list[PageSave] = field(default_factory=list)
     loads: list[LoadJob] = field(default_factory=list)
     stopped: list[PlannedBlock] = field(default_factory=list)
+    held: list[HeldSave] = field(default_factory=list)
 
 
 @dataclass
@@ -161,7 +176,8 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
-        return False, self._scheduler.finished(request.request_id, request.kv_transfer_params)
+        fed_tokens = request.num_tokens - 1  # the last token sampled was not fed: it has no KV
+        return self._scheduler.finished(request.request_id, request.kv_transfer_params, block_ids, fed_tokens)
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         return self._scheduler.take_stats() if self._scheduler is not None else None
@@ -199,7 +215,7 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         assert self._worker is not None
-        return None, self._worker.loader.take_finished() or None
+        return self._worker.saver.take_finished() or None, self._worker.loader.take_finished() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         assert self._worker is not None
@@ -213,6 +229,7 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.loader.stop()
+            self._worker.saver.stop()
 
     def _step_metadata(self) -> StepMetadata:
         metadata = self._get_connector_metadata()
@@ -229,6 +246,14 @@ class _Saving:
     saved_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """An ended request whose pages vLLM keeps for us; `pages` are those of full blocks, in token order."""
+
+    engine_request: str
+    pages: tuple[int, ...]
+
+
 class _Scheduler:
     """The scheduler half: pure book-keeping, one entry per request with a plan."""
 
@@ -243,6 +268,10 @@ class _Scheduler:
         self._plans: dict[str, KVPlan] = {}
         self._computed: dict[str, int] = {}  # prompt tokens scheduled for computing, by request
         self._stats = ConnectorStats()
+        self._to_hold: set[RequestId] = set()  # running, with `hold` in their plan
+        self._held: dict[RequestId, _Held] = {}
+        self._told: dict[RequestId, KVPlan] = {}  # what to save of requests that still run
+        self._held_saves: list[HeldSave] = []
 
     def matched(self, request: str, params: dict[str, Any] | None, computed: int) -> tuple[int, bool]:
         """(tokens to load beyond `computed`, asynchronously). May be asked again and again: changes no decision."""
@@ -250,6 +279,8 @@ class _Scheduler:
         if plan is None:
             return 0, False
         self._plans[request] = plan
+        if plan.hold:
+            self._to_hold.add(plan.request)
         tokens = plan.load_tokens - computed
         if request in self._load_once or tokens <= 0:
             return 0, False
@@ -279,26 +310,63 @@ class _Scheduler:
             {request: report for request, report in reports.items() if request in self._plans}
         )
 
-    def finished(self, request: str, params: dict[str, Any] | None) -> dict[str, Any] | None:
+    def finished(
+        self, request: str, params: dict[str, Any] | None, pages: Sequence[int] = (), fed_tokens: int = 0
+    ) -> tuple[bool, dict[str, Any] | None]:
         """The request is over (or aborted, perhaps before it was ever asked about): no more copies for it.
 
-        A load that is under way goes on, and is reported. Returns what the request's last output carries.
+        A load that is under way goes on, and is reported. `pages` hold the KV of its first `fed_tokens` tokens.
+        Returns whether the pages are held, and what the request's last output carries.
         """
         plan = self._plans.pop(request, None) or KVPlan.from_params(params)
         self._loading.pop(request, None)
         self._load_once.discard(request)
         self._saving.pop(request, None)
-        if plan is not None:
-            self._stopped.extend(plan.save)
         report = self._reports.pop(request, _NOTHING_LOADED)
         computed = self._computed.pop(request, 0)
-        return replace(report, computed_tokens=computed).to_params() if plan is not None else None
+        if plan is None:
+            return False, None
+        held = plan.hold and self._hold(request, plan, pages, fed_tokens)
+        if not plan.hold:
+            self._end_writing(plan)
+        return held, replace(report, computed_tokens=computed, held=held).to_params()
+
+    def _hold(self, request: str, plan: KVPlan, pages: Sequence[int], fed_tokens: int) -> bool:
+        """Holds the pages if they fill a block beyond the prompt's."""
+        layout = self._layout
+        self._to_hold.discard(plan.request)
+        told = self._told.pop(plan.request, None)
+        blocks = min(fed_tokens // layout.block_tokens, len(pages) // layout.pieces)
+        if blocks <= plan.prompt_tokens // layout.block_tokens:
+            self._stopped.extend(told.save if told is not None else ())
+            return False
+        self._held[plan.request] = _Held(request, tuple(pages[: blocks * layout.pieces]))
+        if told is not None:
+            self._end_writing(told)
+        return True
+
+    def _end_writing(self, plan: KVPlan) -> None:
+        """The request wrote what it had to write, unless it is the word on another that is held or will be."""
+        if plan.request in self._to_hold:
+            self._told[plan.request] = plan
+        elif plan.request in self._held:
+            held = self._held.pop(plan.request)
+            saves = tuple(self._held_pages(held, plan))
+            self._held_saves.append(HeldSave(held.engine_request, saves, plan.save))
+        else:
+            self._stopped.extend(plan.save)
+
+    def _held_pages(self, held: _Held, plan: KVPlan) -> Iterable[PageSave]:
+        pieces = self._layout.pieces
+        for index, block in enumerate(plan.save, len(plan.load)):
+            for piece, page in enumerate(held.pages[index * pieces : (index + 1) * pieces]):
+                yield PageSave(page, block, piece, seals=piece == pieces - 1)
 
     def step(self, output: "SchedulerOutput") -> StepMetadata:
         """What the worker half does in this step."""
         self._note_pages(output)
-        metadata = StepMetadata(loads=self._jobs, stopped=self._stopped)
-        self._jobs, self._stopped = [], []
+        metadata = StepMetadata(loads=self._jobs, stopped=self._stopped, held=self._held_saves)
+        self._jobs, self._stopped, self._held_saves = [], [], []
         for request, saving in self._saving.items():
             scheduled = output.num_scheduled_tokens.get(request, 0)
             if scheduled:
@@ -364,6 +432,7 @@ class _Worker:
         self._layers: list[torch.Tensor] = []
         self._saved: set[int] = set()
         self.loader = _Loader(arena, self._slots, verify)
+        self.saver = _Saver(arena, self._copy)
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Takes the engine's tensors, one per layer; each page of a layer must be one run of bytes.
@@ -376,16 +445,23 @@ class _Worker:
             raise ValueError(f"the engine has {len(ordered)} KV layers, the arena's layout {layout.layers}")
         self._layers = [_pages(name, tensor, layout) for name, tensor in ordered]
         self.loader.begin(self._layers)
+        self.saver.begin()
 
     def start(self, step: StepMetadata) -> None:
         for block in step.stopped:
             self._arena.stop(block.slot, block.epoch)
         for job in step.loads:
             self.loader.submit(job)
+        for held in step.held:
+            self.saver.submit(held)
 
     def save_layer(self, layer: int, saves: list[PageSave]) -> None:
         """Copies this step's finished pages of one layer, and seals the segments that are complete."""
         self._saved.add(layer)
+        self._copy(layer, saves)
+
+    def _copy(self, layer: int, saves: Iterable[PageSave]) -> None:
+        """May run on several threads at once: each slot has one writer."""
         pages, arena = self._layers[layer], self._arena
         for save in saves:
             block = save.block
@@ -419,6 +495,44 @@ def _pages(name: str, tensor: torch.Tensor, layout: KVLayout) -> torch.Tensor:
             f"a page of {name} has {pages.shape[1]} bytes, the arena's layout {layout.page_bytes}"
         )
     return pages
+
+
+class _Saver:
+    """Saves what ended requests leave, on a thread of its own; `copy` copies pages of one layer and seals them."""
+
+    def __init__(self, arena: Arena, copy: Callable[[int, Iterable[PageSave]], None]) -> None:
+        self._arena = arena
+        self._copy = copy
+        self._jobs: queue.Queue[HeldSave | None] = queue.Queue()
+        self._lock = threading.Lock()
+        self._finished: set[str] = set()
+        self._thread = threading.Thread(target=self._run, name="moonpool-save", daemon=True)
+
+    def begin(self) -> None:
+        self._thread.start()
+
+    def submit(self, job: HeldSave) -> None:
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        self._jobs.put(None)
+
+    def take_finished(self) -> set[str]:
+        with self._lock:
+            finished, self._finished = self._finished, set()
+            return finished
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                for layer in range(self._arena.shape.layout.layers):
+                    self._copy(layer, job.saves)
+            except Exception:  # the thread's edge: a request that is never let go holds its pages for ever
+                logger.exception("request %s: saving broke", job.engine_request)
+            for block in job.blocks:
+                self._arena.stop(block.slot, block.epoch)
+            with self._lock:
+                self._finished.add(job.engine_request)
 
 
 @dataclass(slots=True)

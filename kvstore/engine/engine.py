@@ -86,6 +86,15 @@ class KVEngine(Protocol):
         """Makes the engine say, in the arena, that it writes no more for `plan`."""
         ...
 
+    async def save_held(self, plan: KVPlan) -> None:
+        """Has the engine save the pages that it holds, or will hold, for the request that `plan` names, and let them go.
+
+        `plan.load` are the sequence's first blocks, which the pool has; `plan.save` those to fill (none: just let go).
+        When `Arena.stopped` is said for each of these, it is over: those that are complete can be committed. Call it
+        once for each request whose plan has `hold`, unless its last output says that nothing is held.
+        """
+        ...
+
     async def drop(self, corrupt: Sequence[str]) -> None:
         """Has the node forget blocks that did not verify."""
         ...
@@ -194,8 +203,16 @@ class Engine:
 
         Call it when the request's generator is closed: what is said travels behind the abort on the same queue.
         """
+        await self._tell(f"fence-{plan.request}", plan)
+
+    async def save_held(self, plan: KVPlan) -> None:
+        """See `KVEngine`."""
+        await self._tell(f"save-{plan.request}", plan)
+
+    async def _tell(self, request_id: str, plan: KVPlan) -> None:
+        """Brings a plan to the connector's scheduler half, with a request that has ended before it begins."""
         if not self.dead:
-            await self._llm.notify_kv_transfer_request_rejected(f"fence-{plan.request}", plan.to_params())
+            await self._llm.notify_kv_transfer_request_rejected(request_id, plan.to_params())
 
     async def drop(self, corrupt: Sequence[str]) -> None:
         """Has the node forget blocks (hashes in hex) whose bytes did not verify."""

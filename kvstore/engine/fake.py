@@ -15,6 +15,7 @@ import struct
 import subprocess
 import time
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import RequestStateStats
 
-from kvstore.core.blocks import KVLayout, WorkerId
+from kvstore.core.blocks import KVLayout, RequestId, WorkerId
 from kvstore.engine.engine import EngineCounters
 from kvstore.engine.plan import KVPlan, LoadReport, PlannedBlock
 from kvstore.tiers.dram import Arena, ArenaShape
@@ -100,6 +101,7 @@ class FakeEngine:
         self._running = 0
         self._loads = self._loaded_blocks = self._failed_blocks = 0
         self._computed_tokens = self._pool_tokens = 0
+        self._held: dict[RequestId, KV] = {}
 
     @classmethod
     async def start(
@@ -176,6 +178,7 @@ class FakeEngine:
                 f"the prompt has {len(token_ids)} tokens, the model takes {self.max_model_len - 1}"
             )
         kv = _empty(self.layout, len(token_ids))
+        fed = list(token_ids)
         times = RequestStateStats(queued_ts=time.monotonic())
         self._running += 1
         try:
@@ -184,18 +187,33 @@ class FakeEngine:
                 times.scheduled_ts = time.monotonic()
                 await self._compute(kv, token_ids, min(start, len(token_ids) - 1), plan)
             times.first_token_ts = time.monotonic()
-            async for output in self._sample(kv, token_ids, params, request_id):
+            async for output, sampled in self._sample(kv, token_ids, params, request_id):
+                fed = [*token_ids, *sampled[:-1]]
                 if output.finished:
                     output.metrics = times
-                    output.kv_transfer_params = report.to_params() if plan is not None else None
+                    if plan is not None:
+                        held = plan.hold and self._hold(plan, kv, fed)
+                        plan = replace(plan, hold=False)
+                        output.kv_transfer_params = replace(report, held=held).to_params()
                 yield output
         finally:
             self._running -= 1
             if plan is not None:
                 self._stop(plan)
+                if plan.hold:
+                    self._hold(plan, kv, fed)
 
     async def fence(self, plan: KVPlan) -> None:
         """Says in the arena that nothing more is written for `plan`."""
+        self._stop(plan)
+
+    async def save_held(self, plan: KVPlan) -> None:
+        """See `KVEngine`."""
+        kv = self._held.pop(plan.request, None)
+        if kv is not None and plan.save:
+            for layer in range(self.layout.layers):
+                await self._step(0.0)
+                self._save(plan, kv, layer, 0, kv.shape[1])
         self._stop(plan)
 
     async def drop(self, corrupt: Sequence[str]) -> None:
@@ -215,7 +233,7 @@ class FakeEngine:
             loaded_blocks=self._loaded_blocks,
             loaded_bytes=self._loaded_blocks * self.layout.block_bytes,
             failed_blocks=self._failed_blocks,
-            running=self._running,
+            running=self._running + len(self._held),
             waiting=0,
             kv_usage=0.0,
         )
@@ -330,6 +348,18 @@ class FakeEngine:
             arena.payload[block.slot, layer, : tokens.nbytes] = tokens.reshape(-1).view(np.uint8)
             arena.seal(block.slot, layer, block.epoch, block.hash)
 
+    def _hold(self, plan: KVPlan, kv: KV, token_ids: Sequence[int]) -> bool:
+        """Keeps the KV of the whole sequence, if it fills a block beyond the prompt's, until `save_held`."""
+        blocks = len(token_ids) // self.layout.block_tokens
+        if blocks <= plan.prompt_tokens // self.layout.block_tokens:
+            return False
+        whole = _empty(self.layout, len(token_ids))
+        whole[:, : kv.shape[1]] = kv
+        for layer in range(self.layout.layers):
+            _extend(whole, layer, token_ids, kv.shape[1], len(token_ids))
+        self._held[plan.request] = whole
+        return True
+
     def _stop(self, plan: KVPlan) -> None:
         if not self.dead:
             for block in plan.save:
@@ -337,8 +367,11 @@ class FakeEngine:
 
     async def _sample(
         self, kv: KV, token_ids: Sequence[int], params: SamplingParams, request_id: str
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """All `params.n` answers step by step, each as long as it may be: nothing here stops early."""
+    ) -> AsyncGenerator[tuple[RequestOutput, list[int]], None]:
+        """All `params.n` answers step by step, each as long as it may be: nothing here stops early.
+
+        With each output come all tokens of the first answer so far.
+        """
         count = min(params.max_tokens or self.max_model_len, self.max_model_len - len(token_ids))
         answers = [_answer(kv, count, index) for index in range(params.n)]
         delta = params.output_kind is RequestOutputKind.DELTA
@@ -347,7 +380,7 @@ class FakeEngine:
             finished = done == count
             if params.output_kind is RequestOutputKind.FINAL_ONLY and not finished:
                 continue
-            yield RequestOutput(
+            output = RequestOutput(
                 request_id=request_id,
                 prompt=None,
                 prompt_token_ids=list(token_ids),
@@ -358,6 +391,7 @@ class FakeEngine:
                 ],
                 finished=finished,
             )
+            yield output, answers[0][:done]
 
 
 def _completion(index: int, token_ids: list[int], finished: bool) -> CompletionOutput:

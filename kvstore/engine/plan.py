@@ -28,6 +28,8 @@ class KVPlan:
 
     `load_tokens` is the number of prompt tokens whose KV the loaded blocks hold; `prompt_tokens` the prompt's length.
     `deadline_s` is in CLOCK_MONOTONIC seconds: a block that is not complete by then counts as failed.
+    `hold`: when the request has ended, and has filled a block beyond its prompt, its pages are held until
+    `KVEngine.save_held` tells which blocks of the whole sequence to save.
     """
 
     request: RequestId
@@ -36,6 +38,7 @@ class KVPlan:
     save: tuple[PlannedBlock, ...]
     prompt_tokens: int
     deadline_s: float
+    hold: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError for a plan that would load past the prompt's end."""
@@ -52,6 +55,7 @@ class KVPlan:
                 "save": _pack(self.save),
                 "prompt_tokens": self.prompt_tokens,
                 "deadline_s": self.deadline_s,
+                "hold": self.hold,
             }
         }
 
@@ -68,6 +72,7 @@ class KVPlan:
             save=_unpack(fields["save"]),
             prompt_tokens=fields["prompt_tokens"],
             deadline_s=fields["deadline_s"],
+            hold=fields["hold"],
         )
 
 
@@ -85,7 +90,7 @@ class LoadReport:
 
     `computed_tokens` is the number of prompt tokens that the engine's scheduler had computed there (1 when all KV came
     from the pool: the last one is always computed anew). Failed blocks are computed here; `corrupt` names those (in hex) whose
-    bytes were not what their writer had sealed.
+    bytes were not what their writer had sealed. `held`: the engine holds the request's pages (`KVPlan.hold`).
     """
 
     blocks: int
@@ -97,6 +102,7 @@ class LoadReport:
     """CLOCK_MONOTONIC seconds when the last segment was in the engine."""
     corrupt: tuple[str, ...] = ()
     computed_tokens: int = 0
+    held: bool = False
 
     def to_params(self) -> dict[str, Any]:
         return {_KEY: asdict(self)}

@@ -215,7 +215,7 @@ def test_children_of_one_request_load_the_same_blocks_into_their_own_pages() -> 
     ]
     report = LoadReport(2, 0, "", 128, 0.1, 5.0)
     scheduler.loads_ended({"1_r": report})
-    told = [LoadReport.from_params(scheduler.finished(child, plan.to_params())) for child in children[:2]]
+    told = [LoadReport.from_params(scheduler.finished(child, plan.to_params())[1]) for child in children[:2]]
     assert told == [LoadReport(0, 0, "", 0, 0.0, 0.0), report], "each child tells of its own load"
     assert scheduler.step(step_output()).stopped == []
 
@@ -228,7 +228,7 @@ def test_a_request_aborted_while_its_load_is_queued_is_still_loaded_and_so_repor
     scheduler.finished("r", plan.to_params())
     assert [job.engine_request for job in scheduler.step(step_output()).loads] == ["r"]
     scheduler.loads_ended({"r": LoadReport(2, 0, "", 128, 0.1, 5.0)})
-    told = LoadReport.from_params(scheduler.finished("r", plan.to_params()))
+    told = LoadReport.from_params(scheduler.finished("r", plan.to_params())[1])
     assert told is not None and told.blocks == 0, "the report of a request long gone is kept for ever"
 
 
@@ -286,6 +286,7 @@ class Engine:
         self.worker.register(self.kv)
         self.failed_pages: set[int] = set()
         self.finished: list[str] = []
+        self.let_go: list[str] = []
         self.reports: dict[str, LoadReport] = {}
 
     def write(self, pages: list[int], start: int, values: torch.Tensor) -> None:
@@ -321,6 +322,7 @@ class Engine:
         finished = self.worker.loader.take_finished()
         self.failed_pages |= self.worker.loader.take_failed_pages()
         self.finished += sorted(finished)
+        self.let_go += sorted(self.worker.saver.take_finished())
         self.reports |= self.worker.loader.take_reports()
         assert finished <= self.reports.keys()
 
@@ -353,6 +355,7 @@ def engine(arena: Arena, verify: bool = True) -> Iterator[Engine]:
         yield one
     finally:
         one.worker.loader.stop()
+        one.worker.saver.stop()
 
 
 def numbers(tokens: int, seed: int = 0) -> torch.Tensor:
@@ -428,6 +431,123 @@ def test_what_one_engine_saved_another_loads(
         assert reader.failed_pages == set()
         assert reader.reports["r"].failed_blocks == 0
         assert torch.equal(reader.read(list(job.pages), prompt_tokens), values)
+
+
+@given(
+    layout=layouts,
+    prompt_tokens=st.integers(1, 24),
+    answer_tokens=st.integers(1, 16),
+    cached_blocks=st.integers(0, 4),
+    lost_pages=st.sampled_from([0, 0, 0, 1, 40]),
+    told_first=st.booleans(),
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_an_answer_is_saved_at_its_end_and_its_pages_are_let_go_once(
+    layout: KVLayout,
+    prompt_tokens: int,
+    answer_tokens: int,
+    cached_blocks: int,
+    lost_pages: int,
+    told_first: bool,
+) -> None:
+    """`lost_pages`: it was preempted when it was aborted. `told_first`: the word comes before the engine's end."""
+    fed_tokens = prompt_tokens + answer_tokens - 1
+    blocks = fed_tokens // layout.block_tokens
+    values = numbers(fed_tokens)
+    plan = replace(plan_of(layout, prompt_tokens, reads=True), hold=True)
+    cached = min(cached_blocks, blocks)
+    whole = plan_of(layout, blocks * layout.block_tokens, cached)
+    with pool(layout, slots=48) as arena, engine(arena) as writer, engine(arena) as reader:
+        begun(arena, whole.save)
+        scheduler = _Scheduler(layout)
+        scheduler.matched("0_r", plan.to_params(), 0)
+        pages = list(range(5, 5 + -(-fed_tokens // layout.page_tokens)))
+        writer.write(pages, 0, values)
+        there = pages[: max(0, len(pages) - lost_pages)]
+        if told_first:
+            assert not scheduler.finished("save-r", whole.to_params())[0], "the word itself is never held"
+        held, params = scheduler.finished("0_r", plan.to_params(), there, fed_tokens)
+        if not told_first:
+            writer.run(scheduler.step(step_output()))
+            assert writer.let_go == [], "pages went before it was said what to save"
+            assert not scheduler.finished("save-r", whole.to_params())[0]
+        report = LoadReport.from_params(params)
+        assert report is not None
+        assert report.held == held
+        full = min(blocks, len(there) // layout.pieces)
+        assert held == (full > prompt_tokens // layout.block_tokens)
+        writer.run(scheduler.step(step_output()))
+        until_s = time.monotonic() + SOON_S
+        while held and not writer.let_go:
+            assert time.monotonic() < until_s, "the pages are held for ever"
+            writer.poll()
+            time.sleep(0.0005)
+        for index, block in enumerate(whole.save, cached):
+            assert arena.stopped[block.slot] == block.epoch, "the slot is never free again"
+            assert arena.complete(block.slot, block.epoch) == (held and index < full)
+        writer.run(scheduler.step(step_output()))
+        assert writer.let_go == (["0_r"] if held else [])
+        good = whole.save[: max(0, full - cached)] if held else ()
+        if good:
+            job = job_of(
+                replace(whole, load=good, load_tokens=len(good) * layout.block_tokens, save=()), layout
+            )
+            reader.load(job)
+            assert reader.reports["r"].failed_blocks == 0
+            start = cached * layout.block_tokens
+            loaded = reader.read(list(job.pages), len(good) * layout.block_tokens)
+            assert torch.equal(loaded, values[start : start + len(loaded)])
+
+
+@pytest.mark.parametrize("told_first", [True, False])
+def test_an_answer_that_is_not_wanted_is_let_go(told_first: bool) -> None:
+    """Its client left."""
+    layout = layout_of()
+    plan = replace(plan_of(layout, 4, reads=True), hold=True)
+    nothing = replace(plan, load=(), load_tokens=0, hold=False)
+    with pool(layout) as arena, engine(arena) as writer:
+        scheduler = _Scheduler(layout)
+        scheduler.matched("r", plan.to_params(), 0)
+        if told_first:
+            scheduler.finished("save-r", nothing.to_params())
+        assert scheduler.finished("r", plan.to_params(), [1, 2, 3, 4], 8)[0]
+        if not told_first:
+            scheduler.finished("save-r", nothing.to_params())
+        writer.run(scheduler.step(step_output()))
+        until_s = time.monotonic() + SOON_S
+        while not writer.let_go:
+            assert time.monotonic() < until_s, "the pages are held for ever"
+            writer.poll()
+        assert (arena.segment_epoch == 0).all(), "something was saved"
+
+
+def test_a_request_aborted_while_it_loads_is_not_held() -> None:
+    """vLLM frees its pages when the load is reported, and asserts on a request that it frees twice."""
+    layout = layout_of()
+    scheduler, plan = _Scheduler(layout), replace(plan_of(layout, 8, reads=True), hold=True)
+    scheduler.matched("r", plan.to_params(), 0)
+    scheduler.allocated("r", [1, 2, 3, 4])
+    assert not scheduler.finished("r", plan.to_params(), [1, 2, 3, 4], 7)[0]
+    scheduler.finished("save-r", replace(plan, load=(), load_tokens=0, hold=False).to_params())
+    assert scheduler.step(step_output()).held == []
+
+
+def test_a_save_that_breaks_lets_the_pages_go() -> None:
+    layout = layout_of()
+    plan = replace(plan_of(layout, 4, reads=True), hold=True)
+    whole = plan_of(layout, 8)
+    with pool(layout) as arena, engine(arena) as writer:
+        begun(arena, whole.save)
+        scheduler = _Scheduler(layout)
+        scheduler.matched("r", plan.to_params(), 0)
+        scheduler.finished("r", plan.to_params(), [10**6] * 4, 8)
+        scheduler.finished("save-r", whole.to_params())
+        writer.run(scheduler.step(step_output()))
+        until_s = time.monotonic() + SOON_S
+        while not writer.let_go:
+            assert time.monotonic() < until_s, "the pages are held for ever"
+            writer.poll()
+        assert [int(arena.stopped[block.slot]) for block in whole.save] == [b.epoch for b in whole.save]
 
 
 def test_a_load_follows_a_writer_that_is_still_at_work() -> None:
