@@ -80,11 +80,12 @@ class DecodeWorker(DecodeWorkerServicer):
                         await self._release(request.request_id)
                         leased = False
                     report = LoadReport.from_params(output.kv_transfer_params)
+                    reply = await self._reply(request, output, report)
                     if plan is not None and holding and output.finished:
                         holding = False
                         if report is None or report.held:  # no report: a stop string ended it
                             self._saver.save(plan, BlockHash(request.root), sequence)
-                    yield await self._reply(request, output, report)
+                    yield reply
         except EngineDeadError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"the decode engine died: {error}")
         except ValueError as error:  # what vLLM raises for a request that no engine of this model could serve

@@ -441,7 +441,7 @@ def test_what_one_engine_saved_another_loads(
     lost_pages=st.sampled_from([0, 0, 0, 1, 40]),
     told_first=st.booleans(),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_an_answer_is_saved_at_its_end_and_its_pages_are_let_go_once(
     layout: KVLayout,
     prompt_tokens: int,
