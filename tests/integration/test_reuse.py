@@ -48,16 +48,14 @@ def turns(client: Client, prompt: list[int], more: list[int]) -> tuple[dict[str,
     return second, answer
 
 
-@pytest.mark.parametrize("prompt_tokens", [5, BLOCK, 3 * BLOCK + 17])
-def test_the_next_turn_of_the_tiny_model(
-    tiny: Path, tiny_cluster: Client, tmp_path: Path, prompt_tokens: int
-) -> None:
-    prompt = tokens(prompt_tokens, prompt_tokens)
+def test_the_next_turn_of_the_tiny_model(tiny: Path, tiny_cluster: Client, tmp_path: Path) -> None:
     saved = tiny_cluster.decode_status()["saved_blocks"]
-    second, answer = turns(tiny_cluster, prompt, tokens(1, 9))
-    assert tiny_cluster.decode_status()["saved_blocks"] > saved
-    [cold] = reference_answers(tiny, tiny_cluster.cluster.config, [second], tmp_path / "cold")
-    assert not cold.difference(answer)
+    done = [turns(tiny_cluster, tokens(count, count), tokens(1, 9)) for count in (5, BLOCK, 3 * BLOCK + 17)]
+    assert tiny_cluster.decode_status()["saved_blocks"] - saved == 3 + 3 + 3
+    requests = [second for second, _ in done]
+    colds = reference_answers(tiny, tiny_cluster.cluster.config, requests, tmp_path / "cold")
+    for cold, (_, answer) in zip(colds, done, strict=True):
+        assert not cold.difference(answer)
 
 
 def test_an_answer_that_a_stop_string_ended_is_saved_too(tiny_cluster: Client) -> None:
