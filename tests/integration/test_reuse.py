@@ -65,6 +65,7 @@ def test_an_answer_that_a_stop_string_ended_is_saved_too(tiny_cluster: Client) -
     whole = httpx.post(f"{tiny_cluster.cluster.url}/v1/completions", json=body, timeout=240).json()
     text = whole["choices"][0]["text"]
     stop = text[-12:-6]
+    wait_until_idle(tiny_cluster)  # that answer's blocks are in the pool, so that all of them are dropped
     assert tiny_cluster.drop("node-0", "") > 0
     saved = tiny_cluster.decode_status()["saved_blocks"]
     stopped = httpx.post(
