@@ -104,6 +104,7 @@ class SmallCluster:
         self._redis = connect(redis_url)
         self.directory = RedisDirectory(self._redis, uuid.uuid4().hex)
         self._requests = 0
+        self._save_generated = True
         self._parts: list[Part] = []
         self._announced: list[Part] = []
         self._channels: list[grpc.aio.Channel] = []
@@ -131,9 +132,11 @@ class SmallCluster:
         slots: int,
         scheduling: SchedulingConfig,
         ssd_dir: Path | None,
+        save_generated: bool,
         **engine: Any,
     ) -> None:
         """Workers are dealt out to the nodes in turn."""
+        self._save_generated = save_generated
         for number in range(nodes):
             self.start_node(f"node-{number}", slots, ssd_dir)
         await self.start_conductor(scheduling)
@@ -196,7 +199,7 @@ class SmallCluster:
             if role == "prefill":
                 add_PrefillWorkerServicer_to_server(PrefillWorker(made), server)
             else:
-                add_DecodeWorkerServicer_to_server(DecodeWorker(made), server)
+                add_DecodeWorkerServicer_to_server(DecodeWorker(made, self._save_generated), server)
 
         await serving_stack.enter_async_context(serving(self.address(name), add))
         member = self.member(role, name, made.fingerprint, node)
@@ -335,13 +338,21 @@ async def start(redis_url: str) -> AsyncIterator[Start]:
         slots: int = 256,
         scheduling: SchedulingConfig | None = None,
         ssd_dir: Path | None = None,
+        save_generated: bool = True,
         **engine: Any,
     ) -> SmallCluster:
         await stop()
         cluster = SmallCluster(folder, redis_url)
         running.append(cluster)
         await cluster.start(
-            prefill, decode, nodes, slots, scheduling or SchedulingConfig(), ssd_dir, **engine
+            prefill,
+            decode,
+            nodes,
+            slots,
+            scheduling or SchedulingConfig(),
+            ssd_dir,
+            save_generated,
+            **engine,
         )
         return cluster
 

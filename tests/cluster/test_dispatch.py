@@ -84,6 +84,7 @@ async def test_a_wrong_block_gives_a_wrong_answer_only_when_nobody_verifies(star
     payload[:] ^= np.uint8(1)
     await cluster.answered_right(whole)
     assert checking.engine.counters().failed_blocks == 8
+    await cluster.settled()  # its answer is saved
     await checking.stop()
     blind = await cluster.start_worker("decode", "decode-1", verify=False)
     await cluster.known(3)

@@ -30,7 +30,7 @@ async def known_blocks(cluster: SmallCluster, node: int) -> int:
 
 @pytest.mark.parametrize("tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 2])
 async def test_the_decode_node_reads_the_prompt_from_the_prefill_node(start: Start, tokens: int) -> None:
-    cluster = await start(nodes=2)
+    cluster = await start(nodes=2, save_generated=False)
     await cluster.answered_right(prompt(tokens))
     assert cluster.computed("decode") == 1, "only the last prompt token is computed by the decode engine"
     there = await status(cluster.nodes[1])
@@ -63,7 +63,7 @@ async def test_a_prefix_comes_from_the_node_that_has_it(start: Start) -> None:
 
 async def test_blocks_that_left_dram_come_from_the_ssd(start: Start, tmp_path: Path) -> None:
     """Eight blocks and their tail fit into DRAM once, so the second prompt drives out the first."""
-    cluster = await start(slots=10, ssd_dir=tmp_path)
+    cluster = await start(slots=10, ssd_dir=tmp_path, save_generated=False)
     first, second = [*prompt(8 * BLOCK), 1], [*prompt(8 * BLOCK, start=500), 1]
     await cluster.answered_right(first)
 
@@ -114,7 +114,7 @@ async def held(node: "KVNodeAsyncStub") -> list[bytes]:
 
 
 async def test_blocks_on_the_ssd_outlive_the_cluster(start: Start, tmp_path: Path) -> None:
-    before = await start(ssd_dir=tmp_path)
+    before = await start(ssd_dir=tmp_path, save_generated=False)
     whole = [*prompt(8 * BLOCK), 1]
     await before.answered_right(whole)
 
@@ -122,7 +122,7 @@ async def test_blocks_on_the_ssd_outlive_the_cluster(start: Start, tmp_path: Pat
         return (await status(before.node)).ssd_blocks == 8
 
     await until(written, "the blocks are on the ssd")
-    after = await start(ssd_dir=tmp_path)
+    after = await start(ssd_dir=tmp_path, save_generated=False)
 
     async def found() -> bool:
         return await known_blocks(after, 0) == 8
@@ -134,7 +134,7 @@ async def test_blocks_on_the_ssd_outlive_the_cluster(start: Start, tmp_path: Pat
 
 
 async def test_an_operator_verifies_and_drops(start: Start, tmp_path: Path) -> None:
-    cluster = await start(ssd_dir=tmp_path)
+    cluster = await start(ssd_dir=tmp_path, save_generated=False)
     whole = [*prompt(8 * BLOCK), 1]
     await cluster.answered_right(whole)
     await cluster.settled()

@@ -56,7 +56,7 @@ async def test_status_is_shown_once_where_nobody_watches(start: "Start", tmp_pat
         "prefill-0",
         "prefill-1",
     ]
-    assert "6 blocks" in shown
+    assert "7 blocks" in shown, "six of the prompt, one that the answer filled"
     assert "1 placed" in shown
     assert "1 finished" in shown
 
