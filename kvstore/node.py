@@ -24,7 +24,7 @@ import grpc
 
 from kvstore.core.blocks import BlockHash, KVLayout, NodeId, RequestId, Tier, WorkerId
 from kvstore.core.slots import Fenced, NoRoom, SlotPool, SlotRef
-from kvstore.core.tiers import TierConfig, TierMachine
+from kvstore.core.tiers import TierConfig, TierLimits, TierMachine
 from kvstore.directory.directory import BlockChange
 from kvstore.fetch import Fetcher
 from kvstore.tiering import Tiering
@@ -196,7 +196,8 @@ class KVNode(KVNodeServicer):
         """Raises OSError when the folder cannot be had, ValueError when the quota holds no block; no arena then."""
         try:
             form, quota_bytes = FileForm.raw(arena.shape.layout), self._config.ssd_bytes
-            machine = TierMachine(TierConfig(quota_bytes // form.file_bytes, self._config.ssd_admission))
+            limits = TierLimits(quota_bytes // form.file_bytes)
+            machine = TierMachine(TierConfig(limits, admission=self._config.ssd_admission))
             ssd = SsdTier.open(folder, form, quota_bytes=quota_bytes)
             return Tiering(machine, ssd, pool, arena, self._announce)
         except (OSError, ValueError):
@@ -480,7 +481,7 @@ class KVNode(KVNodeServicer):
         reply = pb.VerifyReply()
         for name in pool.committed():
             key = (RequestId(f"verify {name.hex()}"), "verify")
-            refs = pool.acquire(*key, [name], float("inf"))
+            refs = pool.acquire(*key, [name], float("inf"), used=False)
             try:
                 good = [
                     await asyncio.to_thread(arena.verify_block, ref.slot, ref.epoch, name) for ref in refs

@@ -17,14 +17,14 @@ from kvstore.core.blocks import BlockHash, RequestId
 from kvstore.core.slots import SlotPool, SlotRef
 from kvstore.core.tiers import (
     Asked,
-    Delete,
+    Demote,
+    Drop,
     Event,
     Found,
     Lost,
     Removed,
     Stored,
     TierMachine,
-    Write,
     WriteDone,
     WriteFailed,
 )
@@ -63,7 +63,7 @@ class Tiering:
     def stored(self, names: Iterable[BlockHash]) -> None:
         """These blocks are in DRAM now."""
         for name in names:
-            self._handle(Stored(name))
+            self._handle(Stored(name, *self._pool.place(name)))
 
     def removed(self, names: Iterable[BlockHash]) -> None:
         """These blocks are in DRAM no more."""
@@ -141,15 +141,15 @@ class Tiering:
     def _handle(self, event: Event) -> None:
         for command in self.machine.handle(event, time.monotonic()):
             match command:
-                case Write(name):
+                case Demote(name):
                     self._spawn(self._write(name))
-                case Delete(name):
+                case Drop("ssd", name):
                     self._changed([name])
                     self._spawn(self.ssd.drop(name))
 
     async def _write(self, name: BlockHash) -> None:
         key = (RequestId(f"write {name.hex()}"), _HOLDER)
-        refs = self._pool.acquire(*key, [name], _UNTIL_DONE_S)
+        refs = self._pool.acquire(*key, [name], _UNTIL_DONE_S, used=False)
         if not refs:
             self._handle(WriteFailed(name, full=False))
             return

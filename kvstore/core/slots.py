@@ -12,19 +12,19 @@ happened; the machine says which slots to use. The rules:
    and checksum after its copy, so an outlived lease is a miss, never stale bytes.
 5. A block is visible to other requests only when COMMITTED and not private. If two requests fill the same block,
    the first to commit is kept; the other's copy lives until its own readers are done.
-6. Only COMMITTED slots without leases are victims, least recently used first. A just-written block counts as just
-   used, so it is not the first victim; and of blocks released together the deepest in the chain goes first, because
-   without its first block the rest of a chain cannot be found.
+6. Only COMMITTED slots without leases are victims, in the order of an eviction policy (`kvstore.core.eviction`). A
+   just-written block is not the first; and of blocks written, asked for or released together the deepest in the
+   chain is told first, because without its first block the rest of a chain cannot be found.
 
 Conservation, checked by `check()`: free + filling + draining + committed = all; leases point at live slots.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from kvstore.core.blocks import BlockHash, RequestId, WorkerId
+from kvstore.core.eviction import Eviction, eviction
 
 
 class SlotState(Enum):
@@ -46,7 +46,7 @@ class SlotRef:
 
 @dataclass(frozen=True, slots=True)
 class NoRoom:
-    """Fewer slots could be freed than were asked for: all others are leased or being written."""
+    """Fewer slots could be freed than were asked for: all others are leased, being written, or needed by those."""
 
     wanted: int
     available: int
@@ -64,9 +64,15 @@ class _Slot:
     state: SlotState = SlotState.FREE
     epoch: int = 0
     hash: BlockHash = BlockHash(b"")
+    parent: BlockHash | None = None
+    depth: int = 0
     private: bool = False
     writer: WorkerId | None = None
     leases: int = 0
+
+    @property
+    def visible(self) -> bool:
+        return self.state is SlotState.COMMITTED and not self.private
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +87,23 @@ class _Filling:
 class _Lease:
     slots: list[tuple[int, int]]  # (slot, epoch)
     expires_s: float
+    used: bool  # for a request; housekeeping makes no block younger
 
 
 @dataclass(slots=True)
 class SlotPool:
-    """The slots of one arena; see the module's docstring for the rules.
+    """The slots of one arena; see the module's docstring for the rules. `eviction` is a key of `EVICTIONS`.
 
     Methods that free or store blocks append to `stored` and `removed`; the driver takes them with
     `take_changes` and publishes them.
     """
 
     size: int
+    eviction: str = "cost_aware"
     _slots: list[_Slot] = field(init=False)
     _free: list[int] = field(init=False)
     _index: dict[BlockHash, int] = field(init=False, default_factory=dict)
-    _idle: "OrderedDict[int, None]" = field(init=False, default_factory=OrderedDict)  # victims, oldest first
+    _visible: Eviction = field(init=False)  # the blocks of `_index`, pinned where they are leased
     _leases: dict[tuple[RequestId, str], _Lease] = field(init=False, default_factory=dict)
     _filling: dict[RequestId, _Filling] = field(init=False, default_factory=dict)
     _draining: dict[int, WorkerId] = field(init=False, default_factory=dict)
@@ -109,6 +117,7 @@ class SlotPool:
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"an arena has at least one slot, not {self.size}")
+        self._visible = eviction(self.eviction, self.size)
         self._slots = [_Slot() for _ in range(self.size)]
         self._free = list(range(self.size - 1, -1, -1))
 
@@ -124,6 +133,11 @@ class SlotPool:
     def has(self, name: BlockHash) -> bool:
         """Is the block committed here, for everyone to see?"""
         return name in self._index
+
+    def place(self, name: BlockHash) -> tuple[BlockHash | None, int]:
+        """(parent, depth) of a block that is committed here: the one before it in its chain, how many are before it."""
+        slot = self._slots[self._index[name]]
+        return slot.parent, slot.depth
 
     def committed(self) -> list[BlockHash]:
         """The visible blocks, oldest commit first."""
@@ -168,6 +182,8 @@ class SlotPool:
     ) -> list[SlotRef] | NoRoom | Fenced:
         """Slots for a prompt: its longest committed prefix as it is, the rest and the tail to be filled.
 
+        `hashes` are a chain from its first block on.
+
         `writer` gets a lease on all of them until `expires_s`, so that what it will load or has just written stays.
         Nothing changes when there is no room. A request that is already being filled is refused.
         """
@@ -175,12 +191,15 @@ class SlotPool:
             return Fenced(f"request {request} already has a reservation")
         found = self._prefix(hashes)
         wanted = len(hashes) - len(found) + (tail is not None)
-        kept = {ref.slot for ref in found}
-        available = len(self._free) + sum(1 for number in self._idle if number not in kept)
-        if wanted > available:
-            return NoRoom(wanted=wanted, available=available)
+        no_room = self._make_room(wanted, found)
+        if no_room is not None:
+            return no_room
         self._lease((request, writer), found, expires_s)
-        filling = [self._take(name, writer, private=False) for name in hashes[len(found) :]]
+        self._asked(found)
+        filling = [
+            self._take(hashes[depth], writer, hashes[depth - 1] if depth else None, depth)
+            for depth in range(len(found), len(hashes))
+        ]
         if tail is not None:
             filling.append(self._take(tail, writer, private=True))
         self._filling[request] = _Filling(writer, tuple(ref.slot for ref in filling))
@@ -211,7 +230,8 @@ class SlotPool:
             else:
                 self._index[slot.hash] = number
                 self._stored.append(slot.hash)
-            self._settle(number)
+        for number in reversed(whole):  # rule 6
+            self._committed(number)
         return len(whole)
 
     def abandon(self, request: RequestId, writer: WorkerId, stopped: bool) -> Fenced | None:
@@ -267,12 +287,22 @@ class SlotPool:
         return found
 
     def acquire(
-        self, request: RequestId, holder: str, hashes: Sequence[BlockHash], expires_s: float
+        self,
+        request: RequestId,
+        holder: str,
+        hashes: Sequence[BlockHash],
+        expires_s: float,
+        used: bool = True,
     ) -> list[SlotRef]:
-        """A lease on the longest committed prefix of the chain; empty when nothing is there."""
+        """A lease on the longest committed prefix of the chain; empty when nothing is there.
+
+        Not `used`: for housekeeping, such as a write-back, which is no sign that the blocks will be asked for again.
+        """
         found = self._prefix(hashes)
         if found:
-            self._lease((request, holder), found, expires_s)
+            self._lease((request, holder), found, expires_s, used)
+        if used:
+            self._asked(found)
         return found
 
     def release(self, request: RequestId, holder: str) -> bool:
@@ -280,11 +310,14 @@ class SlotPool:
         lease = self._leases.pop((request, holder), None)
         if lease is None:
             return False
-        for number, epoch in reversed(lease.slots):  # rule 6: the end of a chain is the first victim
+        for number, epoch in reversed(lease.slots):  # rule 6
             slot = self._slots[number]
             assert slot.epoch == epoch and slot.leases > 0, (number, epoch, slot)
+            if lease.used and slot.visible:
+                self._visible.touched(slot.hash, asked=False)
             slot.leases -= 1
-            self._settle(number)
+            if not slot.leases:
+                self._unleased(number)
         return True
 
     def expire(self, now: float) -> list[tuple[RequestId, str]]:
@@ -305,8 +338,11 @@ class SlotPool:
         if number is None:
             return False
         self._removed.append(name)
-        self._slots[number].private = True
-        self._settle(number)
+        self._visible.removed(name)
+        slot = self._slots[number]
+        slot.private = True
+        if not slot.leases:
+            self._discard(number)
         return True
 
     def take_changes(self) -> tuple[list[BlockHash], list[BlockHash]]:
@@ -329,50 +365,89 @@ class SlotPool:
         slot = self._slots[number]
         return SlotRef(number, slot.epoch, slot.hash, filled=slot.state is SlotState.COMMITTED)
 
-    def _lease(self, key: tuple[RequestId, str], refs: Iterable[SlotRef], expires_s: float) -> None:
-        lease = self._leases.setdefault(key, _Lease([], expires_s))
+    def _asked(self, found: Sequence[SlotRef]) -> None:
+        for ref in reversed(found):  # rule 6
+            self._visible.touched(ref.hash, asked=True)
+
+    def _lease(
+        self, key: tuple[RequestId, str], refs: Iterable[SlotRef], expires_s: float, used: bool = True
+    ) -> None:
+        lease = self._leases.setdefault(key, _Lease([], expires_s, used))
         lease.expires_s = max(lease.expires_s, expires_s)
+        lease.used |= used
         held = set(lease.slots)
         for ref in refs:
             if (ref.slot, ref.epoch) not in held:
                 lease.slots.append((ref.slot, ref.epoch))
-                self._slots[ref.slot].leases += 1
-                self._idle.pop(ref.slot, None)
+                slot = self._slots[ref.slot]
+                slot.leases += 1
+                if slot.leases == 1 and slot.visible:
+                    self._visible.pinned(slot.hash)
 
-    def _take(self, name: BlockHash, writer: WorkerId, private: bool) -> SlotRef:
-        number = self._free.pop() if self._free else self._evict()
+    def _make_room(self, wanted: int, kept: Sequence[SlotRef]) -> NoRoom | None:
+        """Evicts until `wanted` slots are free, but nothing of `kept`; all or nothing."""
+        missing = wanted - len(self._free)
+        if missing <= 0:
+            return None
+        kept_idle = [ref.hash for ref in kept if not self._slots[ref.slot].leases]
+        available = self._visible.idle - len(kept_idle)
+        victims: list[BlockHash] = []
+        if missing <= available:
+            for name in kept_idle:
+                self._visible.pinned(name)
+            victims = self._visible.victims(missing)
+            for name in kept_idle:
+                self._visible.unpinned(name)
+            available = len(victims)
+        if missing > available:
+            return NoRoom(wanted=wanted, available=len(self._free) + available)
+        for name in victims:
+            self._discard(self._index[name])
+        self.evictions += len(victims)
+        return None
+
+    def _take(
+        self,
+        name: BlockHash,
+        writer: WorkerId,
+        parent: BlockHash | None = None,
+        depth: int = 0,
+        private: bool = False,
+    ) -> SlotRef:
+        number = self._free.pop()
         self._epoch += 1
         slot = self._slots[number]
         assert slot.state is SlotState.FREE and slot.leases == 0, slot
         slot.state, slot.epoch, slot.hash, slot.private = SlotState.FILLING, self._epoch, name, private
-        slot.writer = writer
+        slot.parent, slot.depth, slot.writer = parent, depth, writer
         return SlotRef(number, slot.epoch, name, filled=False)
 
-    def _evict(self) -> int:
-        number = next(iter(self._idle))
-        self.evictions += 1
-        self._discard(number)
-        return self._free.pop()
-
-    def _settle(self, number: int) -> None:
-        """After a change: an unleased committed slot is a victim if visible, free if private."""
+    def _committed(self, number: int) -> None:
         slot = self._slots[number]
-        if slot.state is not SlotState.COMMITTED or slot.leases:
-            return
         if slot.private:
+            if not slot.leases:
+                self._discard(number)
+            return
+        self._visible.add(slot.hash, slot.parent, slot.depth)
+        if slot.leases:
+            self._visible.pinned(slot.hash)
+
+    def _unleased(self, number: int) -> None:
+        """The last lease is over: a visible block may be a victim, a private one is gone."""
+        slot = self._slots[number]
+        if slot.visible:
+            self._visible.unpinned(slot.hash)
+        elif slot.state is SlotState.COMMITTED:
             self._discard(number)
-        else:
-            self._idle[number] = None
-            self._idle.move_to_end(number)
 
     def _discard(self, number: int) -> None:
         slot = self._slots[number]
         if slot.leases:  # a follow reader of a writer that gave up: its lease is void
             self._void_leases(number)
-        if slot.state is SlotState.COMMITTED and self._index.get(slot.hash) == number:
+        if slot.visible:
             del self._index[slot.hash]
             self._removed.append(slot.hash)
-        self._idle.pop(number, None)
+            self._visible.removed(slot.hash)
         self._draining.pop(number, None)
         self._epoch += 1
         self._slots[number] = _Slot(epoch=self._epoch)
@@ -408,12 +483,13 @@ class SlotPool:
             assert (slot.state is SlotState.DRAINING) == (number in self._draining), (
                 f"slot {number} {slot.state}"
             )
-            visible = slot.state is SlotState.COMMITTED and not slot.private
-            assert visible == (self._index.get(slot.hash) == number), f"slot {number} is not indexed rightly"
-            assert (number in self._idle) == (visible and not slot.leases), f"slot {number} as a victim"
-            assert slot.state is not SlotState.COMMITTED or visible or slot.leases, f"slot {number} leaked"
+            indexed = self._index.get(slot.hash) == number
+            assert slot.visible == indexed, f"slot {number} is not indexed rightly"
+            assert slot.state is not SlotState.COMMITTED or slot.visible or slot.leases, f"slot {number} leaked"
         free = [number for number, slot in enumerate(self._slots) if slot.state is SlotState.FREE]
         assert sorted(self._free) == free, "the free list differs from the free slots"
-        assert len(self._index) == sum(
-            1 for s in self._slots if s.state is SlotState.COMMITTED and not s.private
+        assert len(self._index) == sum(slot.visible for slot in self._slots)
+        assert self._visible.idle == sum(slot.visible and not slot.leases for slot in self._slots), (
+            "the eviction policy's pins are not the leases"
         )
+        self._visible.check()

@@ -3,6 +3,7 @@
 import pytest
 
 from kvstore.core.blocks import BlockHash, RequestId, WorkerId
+from kvstore.core.eviction import EVICTIONS
 from kvstore.core.slots import Fenced, NoRoom, SlotPool, SlotRef
 
 A, B = RequestId("a"), RequestId("b")
@@ -315,7 +316,7 @@ def test_a_dropped_block_is_invisible_at_once_and_freed_after_its_readers() -> N
 
 
 def test_the_least_recently_used_chain_goes_first_from_its_end() -> None:
-    pool = SlotPool(4)
+    pool = SlotPool(4, "lru")
     old, new = chain(2), chain(2, start=50)
     stored(pool, A, old)
     stored(pool, B, new)
@@ -326,7 +327,7 @@ def test_the_least_recently_used_chain_goes_first_from_its_end() -> None:
 
 
 def test_reading_a_block_makes_it_young() -> None:
-    pool = SlotPool(2)
+    pool = SlotPool(2, "lru")
     stored(pool, A, chain(1))
     stored(pool, B, chain(1, start=50))
     pool.acquire(A, DECODE, chain(1), SOON_S)
@@ -343,3 +344,43 @@ def test_a_reservation_never_evicts_the_prefix_it_stands_on() -> None:
     assert pool.match(chain(4)) == 2, "a refusal changes nothing"
     refs = reserved(pool, B, chain(3))
     assert [ref.filled for ref in refs] == [True, True, False]
+
+
+def test_housekeeping_makes_no_block_younger() -> None:
+    pool = SlotPool(3, "lru")
+    stored(pool, A, chain(3))
+    for name in chain(3):  # a write-back, in the order in which the blocks were stored
+        pool.acquire(B, "write-back", [name], SOON_S, used=False)
+        pool.release(B, "write-back")
+    reserved(pool, B, chain(1, start=50))
+    assert pool.match(chain(3)) == 2, "the end of the chain went, not its beginning"
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_under_every_policy_a_chain_is_evicted_from_its_end(eviction: str) -> None:
+    pool = SlotPool(4, eviction)
+    stored(pool, A, chain(4))
+    reserved(pool, B, chain(2, start=50))
+    assert pool.match(chain(4)) == 2
+
+
+def test_a_lease_on_the_end_of_a_chain_keeps_all_of_it_where_ends_go_first() -> None:
+    pool = SlotPool(3, "cost_aware")
+    refs = stored(pool, A, chain(3))
+    pool.lease(A, DECODE, [(refs[-1].slot, refs[-1].epoch)], SOON_S)
+    assert pool.reserve(B, PREFILL, chain(1, start=50), None, SOON_S) == NoRoom(wanted=1, available=0)
+    pool.check()
+    pool.release(A, DECODE)
+    reserved(pool, B, chain(1, start=50))
+
+
+def test_an_unknown_policy_is_named() -> None:
+    with pytest.raises(ValueError, match="eviction 'clock' is none of lru, lfu"):
+        SlotPool(1, "clock")
+
+
+def test_a_block_knows_its_place_in_its_chain() -> None:
+    pool = SlotPool(3)
+    stored(pool, A, chain(1))
+    stored(pool, B, chain(3))
+    assert [pool.place(name) for name in chain(3)] == [(None, 0), (chain(3)[0], 1), (chain(3)[1], 2)]

@@ -1,6 +1,7 @@
 """The slot pool under any sequence of words, against a model that searches plain lists."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -14,6 +15,7 @@ SIZE = 7
 CHAINS = [
     [BlockHash(bytes([i]) * 32) for i in order] for order in ((0, 1, 2, 3, 4), (0, 1, 12, 13), (20, 21))
 ]
+PARENTS = {child: parent for names in CHAINS for parent, child in pairwise(names)}
 TAIL = BlockHash(b"t" * 32)
 
 requests = st.sampled_from([RequestId(f"r{i}") for i in range(4)])
@@ -36,11 +38,13 @@ class Use:
 
 
 class SlotPoolMachine(RuleBasedStateMachine):
-    """`uses` is every use that is on, `order` the unleased visible ones with the next victim first."""
+    """`uses` is every use that is on, `order` the unleased visible ones, with the next victim of `lru` first."""
+
+    eviction = "lru"
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = SlotPool(SIZE)
+        self.pool = SlotPool(SIZE, self.eviction)
         self.now = 0.0
         self.uses: list[Use] = []
         self.order: list[Use] = []
@@ -87,6 +91,18 @@ class SlotPoolMachine(RuleBasedStateMachine):
         for key, held in self.leases.items():
             self.leases[key] = [other for other in held if other is not use]
 
+    def chained(self, victims: list[Use]) -> int:
+        """How many of these are not to go because of an extension that has to stay."""
+        return 0
+
+    def evicted(self, victims: list[Use], count: int) -> list[Use]:
+        """What had to go: for `lru` as the model has it, otherwise what the pool says, if it may be that."""
+        if self.eviction == "lru":
+            return victims[:count]
+        gone = [use for use in victims if not self.pool.has(use.ref.hash)]
+        assert len(gone) == count
+        return gone
+
     def filled_by(self, request: RequestId) -> list[Use]:
         return [use for use in self.uses if use.state == "filling" and use.request == request]
 
@@ -109,15 +125,18 @@ class SlotPoolMachine(RuleBasedStateMachine):
         names = [*hashes[len(cached) :], *([TAIL] if tail else [])]
         victims = [use for use in self.order if use not in cached]
         free = SIZE - len(self.uses)
-        if len(names) > free + len(victims):
-            assert found == NoRoom(wanted=len(names), available=free + len(victims))
+        room = free + len(victims) - self.chained(victims)
+        if len(names) > room:
+            assert isinstance(found, NoRoom)
+            assert found.wanted == len(names)
+            assert room <= found.available <= free + len(victims)
             assert (self.pool.counts(), self.pool.committed()) == before
             return
         assert isinstance(found, list)
         self.same(found[: len(cached)], cached)
         filling = found[len(cached) :]
         assert [ref.hash for ref in filling] == names
-        evicted = victims[: max(0, len(names) - free)]
+        evicted = self.evicted(victims, max(0, len(names) - free))
         for use in evicted:
             self.end(use)
         taken = [ref.slot for ref in filling]
@@ -143,6 +162,7 @@ class SlotPoolMachine(RuleBasedStateMachine):
         for use in filled:
             use.private = use.private or bool(self.prefix([use.ref.hash]))
             use.state = "committed"
+        for use in reversed(filled):  # the end of a chain is older than its beginning
             self.settle(use)
 
     @rule(r=requests, w=writers, stopped=st.booleans())
@@ -272,5 +292,44 @@ class SlotPoolMachine(RuleBasedStateMachine):
         assert counts["free"] + len(self.pool.committed()) == SIZE
 
 
+class LfuMachine(SlotPoolMachine):
+    eviction = "lfu"
+
+
+class LengthAwareMachine(SlotPoolMachine):
+    eviction = "length_aware"
+
+
+class S3FifoMachine(SlotPoolMachine):
+    eviction = "s3fifo"
+
+
+class CostAwareMachine(SlotPoolMachine):
+    """Here fewer than the unleased may be victims: a leased block's chain stays with it."""
+
+    eviction = "cost_aware"
+
+    def chained(self, victims: list[Use]) -> int:
+        able = {use.ref.hash for use in victims}
+        stay = {use.ref.hash for use in self.uses if use.state == "committed" and not use.private} - able
+        for _ in range(SIZE):
+            stay |= {PARENTS[name] for name in sorted(stay) if name in PARENTS}
+        return len(able & stay)
+
+    def evicted(self, victims: list[Use], count: int) -> list[Use]:
+        gone = super().evicted(victims, count)
+        for use in gone:
+            for other in self.uses:
+                if other not in gone and other.state == "committed" and not other.private:
+                    assert PARENTS.get(other.ref.hash) != use.ref.hash, "a block went before its extension"
+        return gone
+
+
 TestSlotPool = SlotPoolMachine.TestCase
 TestSlotPool.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestLfu = LfuMachine.TestCase
+TestLengthAware = LengthAwareMachine.TestCase
+TestS3Fifo = S3FifoMachine.TestCase
+TestCostAware = CostAwareMachine.TestCase
+for other in (TestLfu, TestLengthAware, TestS3Fifo, TestCostAware):
+    other.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
