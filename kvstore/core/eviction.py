@@ -5,7 +5,7 @@ pool, a tier) says what happens to visible blocks and asks for victims. What eve
 
 1. A pinned block is never a victim.
 2. A just-written block is not the first victim: the latest sixteenth (at least one) goes last, whatever its rank.
-   `lru` and `s3fifo` need no such rule, because their queues begin with the youngest.
+   `lru` and `s3fifo` need no such rule, because the latest is the last of its queue.
 3. `victims` only proposes. A block leaves when its owner says `removed`.
 4. Of blocks that are added or touched in one go the owner names the deepest first, so that of equals the end of a
    chain goes before its beginning, without which the rest cannot be found.
@@ -46,8 +46,8 @@ class Eviction(Protocol):
         """The block is there from now on, unpinned; a name that is there already is a bug.
 
         `parent` is the block before it in its chain, which need not be there, and `depth` how many are before it.
-        Only ratios of `kv_bytes` count. A block that is not `fresh` was there before its owner started: it is older
-        than all others.
+        Only ratios of `kv_bytes` count. A block that is not `fresh` was there before its owner started: it counts as
+        used before all others, and is not protected.
         """
         ...
 
@@ -137,7 +137,9 @@ class Ranked:
     first_worth: float = 1.0
     """Of the writing, in uses: most blocks are never asked for again."""
     _uses: dict[BlockHash, Use] = field(init=False, default_factory=dict)
-    _children: dict[BlockHash, int] = field(init=False, default_factory=dict)  # there, by parent, there or not
+    _children: dict[BlockHash, int] = field(
+        init=False, default_factory=dict
+    )  # there, by parent, there or not
     _fresh: "OrderedDict[BlockHash, None]" = field(init=False, default_factory=OrderedDict)
     _heap: list[tuple[bool, Rank, BlockHash]] = field(init=False, default_factory=list)
     _clock: int = field(init=False, default=0)
@@ -227,7 +229,9 @@ class Ranked:
         assert self._pinned == sum(use.pinned for use in uses.values()), "pinned blocks are miscounted"
         parents = Counter(use.parent for use in uses.values() if use.parent is not None)
         assert self._children == dict(parents), "children are miscounted"
-        assert [name for name, use in uses.items() if use.fresh] == list(self._fresh), "the young are not those"
+        assert [name for name, use in uses.items() if use.fresh] == list(self._fresh), (
+            "the young are not those"
+        )
         entries = set(self._heap)
         for name, use in uses.items():
             if not use.pinned and self._is_end(name, {}):

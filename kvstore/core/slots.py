@@ -485,7 +485,9 @@ class SlotPool:
             )
             indexed = self._index.get(slot.hash) == number
             assert slot.visible == indexed, f"slot {number} is not indexed rightly"
-            assert slot.state is not SlotState.COMMITTED or slot.visible or slot.leases, f"slot {number} leaked"
+            assert slot.state is not SlotState.COMMITTED or slot.visible or slot.leases, (
+                f"slot {number} leaked"
+            )
         free = [number for number, slot in enumerate(self._slots) if slot.state is SlotState.FREE]
         assert sorted(self._free) == free, "the free list differs from the free slots"
         assert len(self._index) == sum(slot.visible for slot in self._slots)

@@ -414,7 +414,9 @@ class TierMachine:
             if limits.blocks is not None and limits.blocks < 1:
                 raise ValueError(f"the {tier} quota holds no block")
             if not 0 < limits.low <= limits.high <= 1:
-                raise ValueError(f"{tier} watermarks are 0 < low <= high <= 1, not {limits.low}, {limits.high}")
+                raise ValueError(
+                    f"{tier} watermarks are 0 < low <= high <= 1, not {limits.low}, {limits.high}"
+                )
         self._dram, self._ssd = _Contents(self.config.dram), _Contents(self.config.ssd)
 
     # -- asking -------------------------------------------------------------------------------------------
@@ -439,7 +441,7 @@ class TierMachine:
     def handle(self, event: Event, now: float) -> list[Command]:
         return [*self._happened(event, now), *self._start_writes(now)]
 
-    def _happened(self, event: Event, now: float) -> Iterable[Command]:
+    def _happened(self, event: Event, now: float) -> Iterable[Command]:  # noqa: PLR0912  # one branch an event
         match event:
             case Stored():
                 return self._stored(event, now)
@@ -463,8 +465,7 @@ class TierMachine:
             case ReadDone(name):
                 self._read_over(name, came=True)
             case ReadFailed(name, lost):
-                self._read_over(name, came=False)
-                if lost:
+                if self._read_over(name, came=False) and lost:
                     self._ssd.remove(name)
             case Lost(name):
                 self._ssd.remove(name)
@@ -547,15 +548,17 @@ class TierMachine:
             self._dram.hold(name, pins=-1)
         return drops
 
-    def _read_over(self, name: BlockHash, came: bool) -> None:
+    def _read_over(self, name: BlockHash, came: bool) -> bool:
+        """False if it was not being read."""
         place = self._reading.pop(name, None)
         if place is None:
-            return
+            return False
         self._ssd.hold(name, busy=False)
         if name in self._dram.coming and came:
             self._dram.add(name, place, busy=False)
         self._dram.coming.pop(name, None)
         self.counts["read" if came else "read_failed"] += 1
+        return True
 
     # -- the SSD ------------------------------------------------------------------------------------------
 
@@ -641,7 +644,9 @@ class TierMachine:
         assert self._dram.coming.keys() <= self._reading.keys(), "a block comes to DRAM that is not read"
         assert not self._writing.keys() & self._reading.keys(), "a file is read and written at once"
         assert not self._queued.keys() & (self._ssd.blocks.keys() | self._writing.keys()), "written twice"
-        assert self._queued.keys() <= self._dram.blocks.keys(), "a block waits to be written that is not there"
+        assert self._queued.keys() <= self._dram.blocks.keys(), (
+            "a block waits to be written that is not there"
+        )
         for tier, busy in ((self._dram, self._writing), (self._ssd, self._reading)):
             for name, block in tier.blocks.items():
                 assert block.busy == (name in busy), f"{name.hex()[:8]} is held by no operation, or not held"

@@ -157,7 +157,9 @@ def test_s3fifo_lets_a_scan_pass_by_what_is_asked_for() -> None:
     for number in range(100, 200):
         gone(policy, policy.idle - 19)
         add(policy, [block(number)])
-    assert set(chain(10)) <= set(policy.victims(20)[8:]), "all in the small queue above its share goes before them"
+    assert set(chain(10)) <= set(policy.victims(20)[8:]), (
+        "all in the small queue above its share goes before them"
+    )
 
 
 def test_s3fifo_remembers_what_it_lost() -> None:
@@ -212,7 +214,7 @@ def test_cost_aware_evicts_no_block_whose_extension_stays() -> None:
 
 # -- against a model ------------------------------------------------------------------------------------------
 
-PARENTS = {child: parent for child in range(1, 12) for parent in [child - 1 if child % 4 else None]}
+PARENTS = {number: number - 1 if number % 4 else None for number in range(12)}  # three chains
 numbers = st.integers(0, 11)
 
 
@@ -228,7 +230,7 @@ class EvictionMachine(RuleBasedStateMachine):
     @rule(number=numbers, fresh=st.booleans())
     def add(self, number: int, fresh: bool) -> None:
         if number not in self.there:
-            parent = PARENTS.get(number)
+            parent = PARENTS[number]
             place = None if parent is None else block(parent), number % 4
             self.policy.add(block(number), *place, fresh=fresh)
             self.there[number] = False
@@ -251,10 +253,10 @@ class EvictionMachine(RuleBasedStateMachine):
         free = {number for number, pinned in self.there.items() if not pinned}
         if self.name == "cost_aware":
             stay = set(self.there) - free
-            for number in sorted(stay, reverse=True):
-                while (parent := PARENTS.get(number)) is not None and parent in self.there:
+            for number in range(11, 0, -1):  # parents have smaller numbers
+                parent = PARENTS[number]
+                if number in stay and parent is not None and parent in self.there:
                     stay.add(parent)
-                    number = parent
             free -= stay
         return free
 

@@ -41,7 +41,10 @@ def block(number: int) -> BlockHash:
 A, B, C, D = (block(number) for number in range(4))
 
 
-def machine(blocks: int = 3, ssd: TierLimits = TierLimits(3), **config: object) -> TierMachine:
+UNSAID = TierLimits()
+
+
+def machine(blocks: int = 3, ssd: TierLimits = UNSAID, **config: object) -> TierMachine:
     return TierMachine(TierConfig(replace(ssd, blocks=blocks), **config))  # type: ignore[arg-type]
 
 
@@ -152,7 +155,6 @@ def test_bad_configuration_is_named() -> None:
         machine(admission="some")
     with pytest.raises(ValueError, match="holds no block"):
         machine(0)
-
 
     with pytest.raises(ValueError, match="watermarks"):
         machine(ssd=TierLimits(high=0.5, low=0.9))
@@ -272,7 +274,9 @@ def test_a_promotion_takes_no_room_from_its_own_prefix() -> None:
     on_ssd(tiers, A, B, C)
     tiers.handle(Stored(A), 0.0)
     written(tiers, D)
-    assert tiers.handle(Asked([A, B, C]), 0.0) == [Drop("dram", D), Promote((A, B), 1)], "A is the next victim"
+    assert tiers.handle(Asked([A, B, C]), 0.0) == [Drop("dram", D), Promote((A, B), 1)], (
+        "A is the next victim"
+    )
     tiers.check()
     assert tiers.has(A, "dram")
 

@@ -161,13 +161,14 @@ class TierMachineModel(RuleBasedStateMachine):
     @rule(name=names, how=st.sampled_from(["done", "done", "failed", "lost"]))
     def read_ends(self, name: BlockHash, how: str) -> None:
         name = min(self.reading, default=name)
+        was_read = name in self.reading
         promoted = self.reading.pop(name, False)
         if how == "done":
             if promoted:
                 self.there["dram"].setdefault(name, 0)
             self.tell(ReadDone(name))
         else:
-            if how == "lost":
+            if how == "lost" and was_read:
                 self.there["ssd"].pop(name, None)
             self.tell(ReadFailed(name, how == "lost"))
 
@@ -215,9 +216,7 @@ class TierMachineModel(RuleBasedStateMachine):
         self.tiers.check()
         for tier in TIERS:
             assert sorted(self.tiers.names(tier)) == sorted(self.there[tier])
-        coming = sum(
-            promoted and name not in self.there["dram"] for name, promoted in self.reading.items()
-        )
+        coming = sum(promoted and name not in self.there["dram"] for name, promoted in self.reading.items())
         for limit, taken in (
             (self.config.ssd.blocks, len(self.there["ssd"]) + len(self.writing)),
             (self.config.dram.blocks, len(self.there["dram"]) + coming),
