@@ -388,7 +388,7 @@ EVICTIONS: dict[str, Callable[[int], Eviction]] = {
     "lfu": lambda blocks: Ranked(blocks, lfu),
     "length_aware": lambda blocks: Ranked(blocks, length_aware),
     "s3fifo": S3Fifo,
-    "cost_aware": lambda blocks: Ranked(blocks, cost_aware, ends_first=True),
+    "cost_aware": lambda blocks: Ranked(blocks, cost_aware, ends_first=True, first_worth=0.3),
 }
 """By name; each takes the number of blocks that the tier has room for."""
 

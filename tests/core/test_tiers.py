@@ -299,6 +299,7 @@ def test_a_file_that_is_read_stays_and_a_lost_one_is_a_miss() -> None:
     assert tiers.handle(Stored(B), 0.0) == [], "the only file is being read"
     assert tiers.handle(ReadFailed(A, lost=True), 0.0) == [Demote(B)]
     assert not tiers.has(A)
+    tiers.check()
     assert tiers.handle(Asked([A]), 0.0) == []
 
 

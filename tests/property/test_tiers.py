@@ -158,6 +158,14 @@ class TierMachineModel(RuleBasedStateMachine):
                 self.full_until_s = self.now + self.config.full_pause_s
             self.tell(WriteFailed(name, how == "full"))
 
+    @rule(chain=st.sampled_from(CHAINS), how=st.sampled_from(["done", "failed", "lost"]))
+    def promoted(self, chain: list[BlockHash], how: str) -> None:
+        """A chain's beginning comes from the SSD, or does not: seldom enough by chance."""
+        self.found(chain[0])
+        self.asked(chain, 2, keep=True)
+        self.agrees()
+        self.read_ends(chain[0], how)
+
     @rule(name=names, how=st.sampled_from(["done", "done", "failed", "lost"]))
     def read_ends(self, name: BlockHash, how: str) -> None:
         name = min(self.reading, default=name)
