@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.core.blocks import BlockHash, RequestId
+from kvstore.core.blocks import BlockHash, RequestId, Tier
 from kvstore.core.slots import SlotPool, SlotRef
 from kvstore.core.tiers import (
     Asked,
@@ -143,7 +143,7 @@ class Tiering:
             match command:
                 case Demote(name):
                     self._spawn(self._write(name))
-                case Drop("ssd", name):
+                case Drop(Tier.SSD, name):
                     self._changed([name])
                     self._spawn(self.ssd.drop(name))
 

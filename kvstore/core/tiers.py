@@ -26,12 +26,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from math import inf
-from typing import Literal
 
-from kvstore.core.blocks import BlockHash
+from kvstore.core.blocks import BlockHash, Tier
 from kvstore.core.eviction import Eviction, eviction
 
-Tier = Literal["dram", "ssd"]
 _Place = tuple[BlockHash | None, int]  # parent, and how many blocks are before this one
 
 
@@ -410,7 +408,7 @@ class TierMachine:
     def __post_init__(self) -> None:
         if self.config.admission not in ADMISSIONS:
             raise ValueError(f"ssd admission {self.config.admission!r} is none of {', '.join(ADMISSIONS)}")
-        for tier, limits in (("ssd", self.config.ssd), ("dram", self.config.dram)):
+        for tier, limits in ((Tier.SSD, self.config.ssd), (Tier.DRAM, self.config.dram)):
             if limits.blocks is not None and limits.blocks < 1:
                 raise ValueError(f"the {tier} quota holds no block")
             if not 0 < limits.low <= limits.high <= 1:
@@ -421,10 +419,10 @@ class TierMachine:
 
     # -- asking -------------------------------------------------------------------------------------------
 
-    def has(self, name: BlockHash, tier: Tier = "ssd") -> bool:
+    def has(self, name: BlockHash, tier: Tier = Tier.SSD) -> bool:
         return name in self._tier(tier).blocks
 
-    def names(self, tier: Tier = "ssd") -> list[BlockHash]:
+    def names(self, tier: Tier = Tier.SSD) -> list[BlockHash]:
         """The blocks that are there, the first to come first."""
         return list(self._tier(tier).blocks)
 
@@ -488,9 +486,9 @@ class TierMachine:
         drops: list[Command] = []
         if name not in self._dram.blocks:
             if name not in self._dram.coming:
-                drops = self._make_room("dram", 1)
+                drops = self._make_room(Tier.DRAM, 1)
                 if not self._dram.fits(1):
-                    return [*drops, Drop("dram", name)]
+                    return [*drops, Drop(Tier.DRAM, name)]
             self._dram.add(name, place, busy=name in self._writing)
         self._consider(name, place, now)
         return drops
@@ -543,7 +541,7 @@ class TierMachine:
     def _make_room_beside(self, prefix: Sequence[BlockHash], wanted: int) -> list[Command]:
         for name in prefix:
             self._dram.hold(name, pins=1)
-        drops = self._make_room("dram", wanted) if wanted else []
+        drops = self._make_room(Tier.DRAM, wanted) if wanted else []
         for name in prefix:
             self._dram.hold(name, pins=-1)
         return drops
@@ -567,7 +565,7 @@ class TierMachine:
             return []
         self._queued.pop(name, None)
         if not self._ssd.fits(1):
-            return [Drop("ssd", name)]
+            return [Drop(Tier.SSD, name)]
         self._ssd.add(name, None, busy=name in self._reading, fresh=False)
         return []
 
@@ -594,7 +592,7 @@ class TierMachine:
                 del self._queued[name]
                 self.counts["refused"] += 1
                 continue
-            commands += self._make_room("ssd", 1)
+            commands += self._make_room(Tier.SSD, 1)
             if not self._ssd.fits(1):
                 break
             commands.append(self._write(name, now))
@@ -618,12 +616,12 @@ class TierMachine:
     # -- both ---------------------------------------------------------------------------------------------
 
     def _tier(self, tier: Tier) -> _Contents:
-        return self._dram if tier == "dram" else self._ssd
+        return self._dram if tier == Tier.DRAM else self._ssd
 
     def _make_room(self, tier: Tier, wanted: int) -> list[Command]:
         victims = self._tier(tier).make_room(wanted)
         self.counts["evicted"] += len(victims)
-        if tier == "dram":
+        if tier == Tier.DRAM:
             for name in victims:
                 self._queued.pop(name, None)
         return [Drop(tier, name) for name in victims]
@@ -636,8 +634,8 @@ class TierMachine:
 
     def check(self) -> None:
         """Asserts the rules."""
-        self._dram.check("dram")
-        self._ssd.check("ssd")
+        self._dram.check(Tier.DRAM)
+        self._ssd.check(Tier.SSD)
         assert len(self._writing) <= self.config.writes_max, "too many writes at once"
         assert len(self._reading) <= self.config.reads_max, "too many reads at once"
         assert list(self._ssd.coming) == list(self._writing), "what comes to the ssd is not what is written"

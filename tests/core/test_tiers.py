@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvstore.core.blocks import BlockHash
+from kvstore.core.blocks import BlockHash, Tier
 from kvstore.core.tiers import (
     Admit,
     Asked,
@@ -91,7 +91,7 @@ def test_the_least_recently_asked_for_makes_room() -> None:
     tiers = machine()
     written(tiers, A, B, C)
     tiers.handle(Asked([A]), 0.0)
-    assert tiers.handle(Stored(D), 0.0) == [Drop("ssd", B), Demote(D)]
+    assert tiers.handle(Stored(D), 0.0) == [Drop(Tier.SSD, B), Demote(D)]
     assert not tiers.has(B)
 
 
@@ -99,7 +99,7 @@ def test_of_a_chain_the_deepest_makes_room() -> None:
     tiers = machine()
     written(tiers, A, B, C)
     tiers.handle(Asked([A, B, C]), 0.0)
-    assert tiers.handle(Stored(D), 0.0) == [Drop("ssd", C), Demote(D)]
+    assert tiers.handle(Stored(D), 0.0) == [Drop(Tier.SSD, C), Demote(D)]
 
 
 def test_a_full_disk_is_left_alone_for_a_while() -> None:
@@ -133,7 +133,7 @@ def test_what_a_former_run_left_is_there_and_goes_first() -> None:
     tiers.handle(Found(B), 0.0)
     tiers.handle(Found(C), 0.0)
     assert tiers.has(B)
-    assert tiers.handle(Stored(D), 0.0) == [Drop("ssd", C), Demote(D)]
+    assert tiers.handle(Stored(D), 0.0) == [Drop(Tier.SSD, C), Demote(D)]
 
 
 def test_what_a_former_run_left_is_not_written_again() -> None:
@@ -169,23 +169,23 @@ def test_above_the_high_watermark_blocks_go_until_the_low_one() -> None:
     tiers = machine(10, TierLimits(high=0.9, low=0.5))
     written(tiers, *(block(number) for number in range(9)))
     drops = tiers.handle(Stored(block(9)), 0.0)
-    assert drops == [*(Drop("ssd", block(number)) for number in range(5)), Demote(block(9))]
+    assert drops == [*(Drop(Tier.SSD, block(number)) for number in range(5)), Demote(block(9))]
 
 
 def test_dram_with_a_limit_of_its_own_makes_room_for_what_is_stored() -> None:
     tiers = machine(dram=TierLimits(2))
     written(tiers, A, B)
-    assert tiers.handle(Stored(C), 0.0) == [Drop("dram", A), Demote(C)]
-    assert not tiers.has(A, "dram")
-    assert tiers.has(A, "ssd")
+    assert tiers.handle(Stored(C), 0.0) == [Drop(Tier.DRAM, A), Demote(C)]
+    assert not tiers.has(A, Tier.DRAM)
+    assert tiers.has(A, Tier.SSD)
 
 
 def test_a_block_is_never_dropped_from_dram_while_it_is_written_back() -> None:
     tiers = machine(dram=TierLimits(2), writes_max=1)
     tiers.handle(Stored(A), 0.0)
     tiers.handle(Stored(B), 0.0)
-    assert tiers.handle(Stored(C), 0.0) == [Drop("dram", B)], "A is older, but its write reads it"
-    assert tiers.handle(Stored(D), 0.0) == [Drop("dram", C)]
+    assert tiers.handle(Stored(C), 0.0) == [Drop(Tier.DRAM, B)], "A is older, but its write reads it"
+    assert tiers.handle(Stored(D), 0.0) == [Drop(Tier.DRAM, C)]
     assert tiers.handle(WriteDone(A), 0.0) == [Demote(D)], "B and C left DRAM before their turn"
     tiers.check()
 
@@ -193,29 +193,29 @@ def test_a_block_is_never_dropped_from_dram_while_it_is_written_back() -> None:
 def test_pressure_frees_what_is_asked_for_and_no_pinned_block() -> None:
     tiers = machine(dram=TierLimits(3), writes_max=3)
     written(tiers, A, B, C)
-    tiers.handle(Pinned("dram", A), 0.0)
-    tiers.handle(Pinned("dram", A), 0.0)
-    assert tiers.handle(Pressure("dram", 1), 0.0) == [Drop("dram", B)]
-    tiers.handle(Released("dram", A), 0.0)
-    assert tiers.handle(Pressure("dram", 3), 0.0) == [Drop("dram", C)]
+    tiers.handle(Pinned(Tier.DRAM, A), 0.0)
+    tiers.handle(Pinned(Tier.DRAM, A), 0.0)
+    assert tiers.handle(Pressure(Tier.DRAM, 1), 0.0) == [Drop(Tier.DRAM, B)]
+    tiers.handle(Released(Tier.DRAM, A), 0.0)
+    assert tiers.handle(Pressure(Tier.DRAM, 3), 0.0) == [Drop(Tier.DRAM, C)]
     tiers.check()
-    tiers.handle(Released("dram", A), 0.0)
-    tiers.handle(Released("dram", A), 0.0)  # a word too many
-    assert tiers.handle(Pressure("dram", 3), 0.0) == [Drop("dram", A)]
+    tiers.handle(Released(Tier.DRAM, A), 0.0)
+    tiers.handle(Released(Tier.DRAM, A), 0.0)  # a word too many
+    assert tiers.handle(Pressure(Tier.DRAM, 3), 0.0) == [Drop(Tier.DRAM, A)]
 
 
 def test_a_pinned_file_stays() -> None:
     tiers = machine(1)
     written(tiers, A)
-    tiers.handle(Pinned("ssd", A), 0.0)
+    tiers.handle(Pinned(Tier.SSD, A), 0.0)
     assert tiers.handle(Stored(B), 0.0) == []
-    assert tiers.handle(Released("ssd", A), 0.0) == [Drop("ssd", A), Demote(B)]
+    assert tiers.handle(Released(Tier.SSD, A), 0.0) == [Drop(Tier.SSD, A), Demote(B)]
 
 
 def test_what_a_former_run_left_displaces_nothing() -> None:
     tiers = machine(1)
     written(tiers, A)
-    assert tiers.handle(Found(B), 0.0) == [Drop("ssd", B)]
+    assert tiers.handle(Found(B), 0.0) == [Drop(Tier.SSD, B)]
 
 
 def test_a_tier_evicts_by_its_own_policy() -> None:
@@ -223,7 +223,9 @@ def test_a_tier_evicts_by_its_own_policy() -> None:
     written(tiers, A, B, C)
     for name in (A, A, B):
         tiers.handle(Asked([name]), 0.0)
-    assert tiers.handle(Stored(D), 0.0) == [Drop("ssd", B), Demote(D)], "C was just written, A asked for more"
+    assert tiers.handle(Stored(D), 0.0) == [Drop(Tier.SSD, B), Demote(D)], (
+        "C was just written, A asked for more"
+    )
 
 
 def test_a_block_found_after_a_restart_learns_its_chain_from_who_asks() -> None:
@@ -232,7 +234,7 @@ def test_a_block_found_after_a_restart_learns_its_chain_from_who_asks() -> None:
         tiers.handle(Found(name), 0.0)
     tiers.handle(Asked([A, B, C]), 0.0)
     tiers.check()
-    assert tiers.handle(Stored(D), 0.0) == [Drop("ssd", C), Demote(D)], "the end of the chain"
+    assert tiers.handle(Stored(D), 0.0) == [Drop(Tier.SSD, C), Demote(D)], "the end of the chain"
 
 
 # -- promotion ----------------------------------------------------------------------------------------------------
@@ -250,7 +252,7 @@ def test_what_is_asked_for_and_on_the_ssd_is_promoted_after_its_prefix() -> None
     tiers.handle(ReadDone(B), 0.0)
     tiers.handle(ReadDone(C), 0.0)
     tiers.check()
-    assert tiers.names("dram") == [A, B, C]
+    assert tiers.names(Tier.DRAM) == [A, B, C]
 
 
 def test_no_more_is_read_at_once_than_may_be() -> None:
@@ -274,11 +276,11 @@ def test_a_promotion_takes_no_room_from_its_own_prefix() -> None:
     on_ssd(tiers, A, B, C)
     tiers.handle(Stored(A), 0.0)
     written(tiers, D)
-    assert tiers.handle(Asked([A, B, C]), 0.0) == [Drop("dram", D), Promote((A, B), 1)], (
+    assert tiers.handle(Asked([A, B, C]), 0.0) == [Drop(Tier.DRAM, D), Promote((A, B), 1)], (
         "A is the next victim"
     )
     tiers.check()
-    assert tiers.has(A, "dram")
+    assert tiers.has(A, Tier.DRAM)
 
 
 def test_what_is_not_to_be_kept_is_read_past_dram() -> None:
@@ -289,7 +291,7 @@ def test_what_is_not_to_be_kept_is_read_past_dram() -> None:
     tiers.handle(ReadDone(A), 0.0)
     tiers.handle(ReadFailed(B, lost=False), 0.0)
     tiers.check()
-    assert tiers.names("dram") == [D]
+    assert tiers.names(Tier.DRAM) == [D]
 
 
 def test_a_file_that_is_read_stays_and_a_lost_one_is_a_miss() -> None:
@@ -332,14 +334,16 @@ def test_writes_keep_to_their_budget_after_a_burst_of_a_second() -> None:
 def test_with_the_node_its_dram_and_all_that_was_under_way_are_gone_but_no_whole_file() -> None:
     tiers = machine(dram=TierLimits(3), writes_max=1, reads_max=8)
     on_ssd(tiers, A, B)
-    tiers.handle(Pinned("ssd", B), 0.0)
+    tiers.handle(Pinned(Tier.SSD, B), 0.0)
     tiers.handle(Asked([A, B]), 0.0)
     tiers.handle(Stored(C), 0.0)
     tiers.handle(Stored(D), 0.0)
     assert tiers.handle(NodeLost(), 0.0) == []
     tiers.check()
-    assert (tiers.names("dram"), tiers.names("ssd")) == ([], [A, B])
+    assert (tiers.names(Tier.DRAM), tiers.names(Tier.SSD)) == ([], [A, B])
     tiers.handle(WriteDone(C), 0.0)
     tiers.handle(ReadDone(A), 0.0)
-    assert (tiers.names("dram"), tiers.names("ssd")) == ([], [A, B]), "words of the former life"
-    assert tiers.handle(Pressure("ssd", 3), 0.0) == [Drop("ssd", B), Drop("ssd", A)], "nothing is held"
+    assert (tiers.names(Tier.DRAM), tiers.names(Tier.SSD)) == ([], [A, B]), "words of the former life"
+    assert tiers.handle(Pressure(Tier.SSD, 3), 0.0) == [Drop(Tier.SSD, B), Drop(Tier.SSD, A)], (
+        "nothing is held"
+    )

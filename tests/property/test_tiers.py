@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvstore.core.blocks import BlockHash
+from kvstore.core.blocks import BlockHash, Tier
 from kvstore.core.eviction import EVICTIONS
 from kvstore.core.tiers import (
     ADMISSIONS,
@@ -28,7 +28,6 @@ from kvstore.core.tiers import (
     Released,
     Removed,
     Stored,
-    Tier,
     TierConfig,
     TierLimits,
     TierMachine,
@@ -44,7 +43,7 @@ CHAINS = [
 PLACES = {
     name: (names[depth - 1] if depth else None, depth) for names in CHAINS for depth, name in enumerate(names)
 }
-TIERS: list[Tier] = ["dram", "ssd"]
+TIERS: list[Tier] = [Tier.DRAM, Tier.SSD]
 names = st.sampled_from(sorted(PLACES))
 tiers_named = st.sampled_from(TIERS)
 limits = st.builds(
@@ -72,7 +71,7 @@ class TierMachineModel(RuleBasedStateMachine):
         )
         self.tiers = TierMachine(self.config)
         self.now = 100.0
-        self.there: dict[Tier, dict[BlockHash, int]] = {"dram": {}, "ssd": {}}
+        self.there: dict[Tier, dict[BlockHash, int]] = {Tier.DRAM: {}, Tier.SSD: {}}
         self.writing: set[BlockHash] = set()
         self.reading: dict[BlockHash, bool] = {}
         self.full_until_s = 0.0
@@ -86,9 +85,9 @@ class TierMachineModel(RuleBasedStateMachine):
                 case Demote(name):
                     self.demoted(name)
                 case Promote(chain, first):
-                    assert all(name in self.there["dram"] for name in chain[:first])
+                    assert all(name in self.there[Tier.DRAM] for name in chain[:first])
                     for name in command.names:
-                        assert name not in self.there["dram"]
+                        assert name not in self.there[Tier.DRAM]
                         self.read_begins(name, promoted=True)
                 case Read(name):
                     self.read_begins(name, promoted=False)
@@ -99,8 +98,8 @@ class TierMachineModel(RuleBasedStateMachine):
                     self.wakes.append(at_s)
 
     def demoted(self, name: BlockHash) -> None:
-        assert name in self.there["dram"], "only what is in DRAM can be written"
-        assert name not in self.there["ssd"]
+        assert name in self.there[Tier.DRAM], "only what is in DRAM can be written"
+        assert name not in self.there[Tier.SSD]
         assert name not in self.writing
         assert name not in self.reading, "a file is written while it is read"
         assert self.now >= self.full_until_s, "a full disk is asked for a write"
@@ -108,7 +107,7 @@ class TierMachineModel(RuleBasedStateMachine):
         assert len(self.writing) <= self.config.writes_max
 
     def read_begins(self, name: BlockHash, promoted: bool) -> None:
-        assert name in self.there["ssd"], "only what is on the SSD can be read"
+        assert name in self.there[Tier.SSD], "only what is on the SSD can be read"
         assert name not in self.reading
         assert name not in self.writing
         self.reading[name] = promoted
@@ -117,20 +116,20 @@ class TierMachineModel(RuleBasedStateMachine):
     def dropped(self, tier: Tier, name: BlockHash) -> None:
         pins = self.there[tier].pop(name)
         assert not pins, "a pinned block was dropped"
-        assert name not in (self.writing if tier == "dram" else self.reading), "it is being read"
+        assert name not in (self.writing if tier == Tier.DRAM else self.reading), "it is being read"
 
     # -- what may happen --------------------------------------------------------------------------------------
 
     @rule(name=names)
     def stored(self, name: BlockHash) -> None:
-        self.there["dram"].setdefault(name, 0)
+        self.there[Tier.DRAM].setdefault(name, 0)
         if name in self.reading:
             self.reading[name] = False  # it is there already, and may be gone before the read is over
         self.tell(Stored(name, *PLACES[name]))
 
     @rule(name=names)
     def removed(self, name: BlockHash) -> None:
-        self.there["dram"].pop(name, None)
+        self.there[Tier.DRAM].pop(name, None)
         self.tell(Removed(name))
 
     @rule(chain=st.sampled_from(CHAINS), count=st.integers(1, 5), keep=st.booleans())
@@ -140,7 +139,7 @@ class TierMachineModel(RuleBasedStateMachine):
     @rule(name=names)
     def found(self, name: BlockHash) -> None:
         if name not in self.writing:
-            self.there["ssd"].setdefault(name, 0)
+            self.there[Tier.SSD].setdefault(name, 0)
         self.tell(Found(name))
 
     @rule(name=names, how=st.sampled_from(["done", "done", "failed", "full"]))
@@ -149,7 +148,7 @@ class TierMachineModel(RuleBasedStateMachine):
         name = min(self.writing, default=name) if how == "done" else name
         if how == "done":
             if name in self.writing:
-                self.there["ssd"][name] = 0
+                self.there[Tier.SSD][name] = 0
             self.writing.discard(name)
             self.tell(WriteDone(name))
         else:
@@ -173,16 +172,16 @@ class TierMachineModel(RuleBasedStateMachine):
         promoted = self.reading.pop(name, False)
         if how == "done":
             if promoted:
-                self.there["dram"].setdefault(name, 0)
+                self.there[Tier.DRAM].setdefault(name, 0)
             self.tell(ReadDone(name))
         else:
             if how == "lost" and was_read:
-                self.there["ssd"].pop(name, None)
+                self.there[Tier.SSD].pop(name, None)
             self.tell(ReadFailed(name, how == "lost"))
 
     @rule(name=names)
     def lost(self, name: BlockHash) -> None:
-        self.there["ssd"].pop(name, None)
+        self.there[Tier.SSD].pop(name, None)
         self.tell(Lost(name))
 
     @rule(tier=tiers_named, name=names)
@@ -211,7 +210,7 @@ class TierMachineModel(RuleBasedStateMachine):
 
     @rule()
     def node_lost(self) -> None:
-        self.there = {"dram": {}, "ssd": dict.fromkeys(self.there["ssd"], 0)}
+        self.there = {Tier.DRAM: {}, Tier.SSD: dict.fromkeys(self.there[Tier.SSD], 0)}
         self.writing.clear()
         self.reading.clear()
         self.wakes.clear()
@@ -224,10 +223,12 @@ class TierMachineModel(RuleBasedStateMachine):
         self.tiers.check()
         for tier in TIERS:
             assert sorted(self.tiers.names(tier)) == sorted(self.there[tier])
-        coming = sum(promoted and name not in self.there["dram"] for name, promoted in self.reading.items())
+        coming = sum(
+            promoted and name not in self.there[Tier.DRAM] for name, promoted in self.reading.items()
+        )
         for limit, taken in (
-            (self.config.ssd.blocks, len(self.there["ssd"]) + len(self.writing)),
-            (self.config.dram.blocks, len(self.there["dram"]) + coming),
+            (self.config.ssd.blocks, len(self.there[Tier.SSD]) + len(self.writing)),
+            (self.config.dram.blocks, len(self.there[Tier.DRAM]) + coming),
         ):
             assert limit is None or taken <= limit
 
@@ -238,7 +239,7 @@ class TierMachineModel(RuleBasedStateMachine):
         self.now += 1000.0
         self.node_lost()
         for tier in TIERS:
-            limit = (self.config.ssd if tier == "ssd" else self.config.dram).blocks
+            limit = (self.config.ssd if tier == Tier.SSD else self.config.dram).blocks
             if limit is not None:
                 self.tell(Pressure(tier, limit))
                 assert self.there[tier] == {}
