@@ -132,7 +132,7 @@ class SmallCluster:
         slots: int,
         scheduling: SchedulingConfig,
         ssd_dir: Path | None,
-        save_generated: bool,
+        save_generated: bool = True,
         **engine: Any,
     ) -> None:
         """Workers are dealt out to the nodes in turn."""
