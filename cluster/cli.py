@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cluster.config import ClusterConfig, ConfigError, load_config
+from cluster.config import API_KEY_VARIABLE, ClusterConfig, ConfigError, load_config
 
 app = typer.Typer(
     help="Serve large language models from prefill nodes, decode nodes and one pool of KV cache.",
@@ -25,6 +25,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 console = Console(stderr=True)
+ApiKey = Annotated[
+    str | None,
+    typer.Option(envvar=API_KEY_VARIABLE, help="for a gateway that asks for one", show_default=False),
+]
 
 
 @app.callback()
@@ -41,6 +45,7 @@ def up(  # one parameter a flag
     nodes: Annotated[int | None, typer.Option(help="KV nodes, as if on so many machines")] = None,
     host: Annotated[str | None, typer.Option(help="gateway address")] = None,
     port: Annotated[int | None, typer.Option(help="gateway port; 0: any free one")] = None,
+    api_keys: Annotated[Path | None, typer.Option(help="file of API keys; none: everyone may ask")] = None,
     tool_call_parser: Annotated[str | None, typer.Option(help="vLLM's parser of tool calls")] = None,
     reasoning_parser: Annotated[str | None, typer.Option(help="vLLM's parser of reasoning")] = None,
     dram_bytes: Annotated[int | None, typer.Option(help="size of the shared-memory KV arena")] = None,
@@ -56,7 +61,12 @@ def up(  # one parameter a flag
             "prefill": prefill,
             "decode": decode,
             "nodes": nodes,
-            "gateway": {"host": host, "port": port, "tool_call_parser": tool_call_parser},
+            "gateway": {
+                "host": host,
+                "port": port,
+                "api_keys": api_keys,
+                "tool_call_parser": tool_call_parser,
+            },
             "pool": {"dram_bytes": dram_bytes, "ssd_dir": ssd_dir, "ssd_bytes": ssd_bytes},
             "engine": {"max_model_len": max_model_len, "reasoning_parser": reasoning_parser},
         },
@@ -99,13 +109,16 @@ def pool(
     action: Annotated[Literal["inspect", "verify", "drop"], typer.Argument(help="what to do on every node")],
     tier: Annotated[str, typer.Option(help="drop: only from dram, or only from ssd")] = "",
     url: Annotated[str, typer.Option(help="the gateway")] = "http://127.0.0.1:8000",
+    api_key: ApiKey = None,
 ) -> None:
     """Look into the KV pool: what each node holds, whether it verifies; or empty it."""
     import grpc
 
     from cluster.control import pool as nodes
 
-    members = [member for member in _get(f"{url}/moonpool/v1/status")["members"] if member["role"] == "node"]
+    members = [
+        member for member in _get(f"{url}/moonpool/v1/status", api_key)["members"] if member["role"] == "node"
+    ]
     shown = Console()
     for member in members:
         try:
@@ -118,6 +131,7 @@ def pool(
 @app.command()
 def status(
     url: Annotated[str, typer.Option(help="the gateway")] = "http://127.0.0.1:8000",
+    api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, once")] = False,
     once: Annotated[
         bool, typer.Option("--once", help="do not stay; the default where no terminal is")
@@ -126,13 +140,13 @@ def status(
     """Show a running cluster until Ctrl-C: members, load, pool."""
     address, shown = f"{url}/moonpool/v1/status", Console()
     if as_json:
-        print(json.dumps(_get(address), indent=2))
+        print(json.dumps(_get(address, api_key), indent=2))
     elif once or not shown.is_terminal:
-        shown.print(_cluster_view(_get(address)))
+        shown.print(_cluster_view(_get(address, api_key)))
     else:
         with Live(console=shown, auto_refresh=False) as live, suppress(KeyboardInterrupt):
             while True:
-                live.update(_cluster_view(_get(address)), refresh=True)
+                live.update(_cluster_view(_get(address, api_key)), refresh=True)
                 time.sleep(1.0)
 
 
@@ -140,9 +154,10 @@ def status(
 def explain(
     request: Annotated[str, typer.Argument(help="the id that the answer carried")],
     url: Annotated[str, typer.Option(help="the gateway")] = "http://127.0.0.1:8000",
+    api_key: ApiKey = None,
 ) -> None:
     """Show what was decided for one request, and what happened."""
-    Console().print_json(json.dumps(_get(f"{url}/moonpool/v1/requests/{request}")))
+    Console().print_json(json.dumps(_get(f"{url}/moonpool/v1/requests/{request}", api_key)))
 
 
 def _configured(path: Path | None, flags: dict[str, Any]) -> ClusterConfig:
@@ -209,9 +224,10 @@ def _say_ready(url: str, model: str, run_dir: Path) -> None:
     print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
 
 
-def _get(url: str) -> Any:
+def _get(url: str, api_key: str | None) -> Any:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key is not None else {}
     try:
-        response = httpx.get(url, timeout=10.0)
+        response = httpx.get(url, timeout=10.0, headers=headers)
     except httpx.TransportError as error:
         console.print(f"[bold red]no gateway answers at {url}: {error}", highlight=False)
         raise typer.Exit(1) from error

@@ -13,6 +13,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 _ENV_PREFIX = "MOONPOOL_"
+API_KEY_VARIABLE = "MOONPOOL_API_KEY"
+"""Of clients; no part of the configuration."""
 MiB = 2**20
 
 
@@ -52,8 +54,15 @@ class PoolConfig(_Part):
     ssd_bytes: int = Field(
         8192 * MiB, ge=MiB, description="how much of the disk each node's SSD tier may take"
     )
-    ssd_admission: Literal["all", "second"] = Field(
-        "all", description="which blocks go to the SSD: all, or those asked for a second time"
+    ssd_admission: Literal["all", "second", "budget", "second_budget"] = Field(
+        "all",
+        description="which blocks go to the SSD: all, or those asked for a second time; within ssd_write_mib_s or not",
+    )
+    ssd_write_mib_s: float = Field(
+        100.0, gt=0, description="how fast the admissions within a budget write, in MiB a second"
+    )
+    eviction: Literal["cost_aware", "lru", "lfu", "length_aware", "s3fifo"] = Field(
+        "cost_aware", description="which blocks leave DRAM and SSD first"
     )
     handoff_lease_s: float = Field(
         30.0, gt=0, description="how long prefilled KV waits for its decode engine"
@@ -70,6 +79,9 @@ class GatewayConfig(_Part):
     body_bytes_max: int = Field(16 * MiB, ge=1024)
     served_model_name: str | None = None
     chat_template: str | None = Field(None, description="file or text; none: the model's own")
+    api_keys: Path | None = Field(
+        None, description="file with a key a line, and its tenant; none: everyone may ask, as one tenant"
+    )
     tool_call_parser: str | None = Field(
         None, description="vLLM's parser of the model's tool calls; with one, tool_choice `auto` is served"
     )
@@ -148,7 +160,7 @@ def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name, value in environ.items():
-        if name.startswith(_ENV_PREFIX):
+        if name.startswith(_ENV_PREFIX) and name != API_KEY_VARIABLE:
             *parents, key = name.removeprefix(_ENV_PREFIX).lower().split("__")
             branch = tree
             for parent in parents:

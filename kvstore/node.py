@@ -16,6 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -51,7 +52,8 @@ _GIVEN_UP_MAX = 10_000
 class NodeConfig:
     """`arena_dir` is where the arena file goes (a tmpfs), `dram_bytes` its size, `address` what gRPC listens on.
 
-    `ssd_dir` is the folder of the SSD tier, which may take `ssd_bytes`; None is no such tier.
+    `ssd_dir` is the folder of the SSD tier, which may take `ssd_bytes`; None is no such tier. `ssd_admission` and
+    `eviction` are names in `kvstore.core`; admissions within a budget write `ssd_write_bytes_per_s`.
     """
 
     node_id: NodeId
@@ -61,6 +63,8 @@ class NodeConfig:
     ssd_dir: Path | None = None
     ssd_bytes: int = 0
     ssd_admission: str = "all"
+    ssd_write_bytes_per_s: float = inf
+    eviction: str = "cost_aware"
 
 
 @dataclass(eq=False, slots=True)
@@ -185,7 +189,7 @@ class KVNode(KVNodeServicer):
         prefix = f"moonpool-{self._config.node_id}-"
         Arena.remove_dead(self._config.arena_dir, prefix)
         self._arena = Arena.create(self._config.arena_dir / f"{prefix}{os.getpid()}", shape)
-        self._pool = SlotPool(shape.slots)
+        self._pool = SlotPool(shape.slots, self._config.eviction)
         self._fetcher = Fetcher(self._pool, self._arena, self._apply)
         if self._config.ssd_dir is not None:
             self._tiering = self._open_ssd(self._config.ssd_dir, self._pool, self._arena)
@@ -196,10 +200,14 @@ class KVNode(KVNodeServicer):
         """Raises OSError when the folder cannot be had, ValueError when the quota holds no block; no arena then."""
         try:
             form, quota_bytes = FileForm.raw(arena.shape.layout), self._config.ssd_bytes
-            limits = TierLimits(quota_bytes // form.file_bytes)
-            machine = TierMachine(TierConfig(limits, admission=self._config.ssd_admission))
+            tiers = TierConfig(
+                TierLimits(quota_bytes // form.file_bytes, self._config.eviction),
+                admission=self._config.ssd_admission,
+                write_bytes_per_s=self._config.ssd_write_bytes_per_s,
+                block_bytes=form.file_bytes,
+            )
             ssd = SsdTier.open(folder, form, quota_bytes=quota_bytes)
-            return Tiering(machine, ssd, pool, arena, self._announce)
+            return Tiering(TierMachine(tiers), ssd, pool, arena, self._announce)
         except (OSError, ValueError):
             arena.unlink()
             self._arena = None

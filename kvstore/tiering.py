@@ -25,6 +25,8 @@ from kvstore.core.tiers import (
     Removed,
     Stored,
     TierMachine,
+    Timer,
+    WakeAt,
     WriteDone,
     WriteFailed,
 )
@@ -108,10 +110,10 @@ class Tiering:
 
     async def close(self) -> None:
         """Ends when nothing reads or writes any more."""
-        await self.ssd.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.ssd.close()
 
     # -- inside ---------------------------------------------------------------------------------------------
 
@@ -146,6 +148,12 @@ class Tiering:
                 case Drop(Tier.SSD, name):
                     self._changed([name])
                     self._spawn(self.ssd.drop(name))
+                case WakeAt(at_s):
+                    self._spawn(self._wake(at_s))
+
+    async def _wake(self, at_s: float) -> None:
+        await asyncio.sleep(at_s - time.monotonic())
+        self._handle(Timer())
 
     async def _write(self, name: BlockHash) -> None:
         key = (RequestId(f"write {name.hex()}"), _HOLDER)

@@ -23,7 +23,7 @@ from typing import Any, Self
 import httpx
 import psutil
 
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, MiB
 from cluster.control.roles import ConductorSettings, NodeSettings, Settings
 from cluster.model import hub_environment, resolve_model
 from kvstore.core.blocks import NodeId, WorkerId
@@ -152,6 +152,7 @@ class LocalCluster:
             "conductor_address": self._address("conductor"),
             "handoff_lease_s": self.config.pool.handoff_lease_s,
             "chat_template": self.config.gateway.chat_template,
+            "api_keys": str(keys.absolute()) if (keys := self.config.gateway.api_keys) is not None else None,
             "tool_call_parser": self.config.gateway.tool_call_parser,
             "reasoning_parser": self.config.engine.reasoning_parser,
             "host": self.config.gateway.host,
@@ -252,6 +253,8 @@ class LocalCluster:
                 ssd_dir=pool.ssd_dir.resolve() / name if pool.ssd_dir is not None else None,
                 ssd_bytes=pool.ssd_bytes,
                 ssd_admission=pool.ssd_admission,
+                ssd_write_bytes_per_s=pool.ssd_write_mib_s * MiB,
+                eviction=pool.eviction,
             ),
             self._redis_url(),
             _CLUSTER,

@@ -41,6 +41,9 @@ TTFT_HEADER = "X-Moonpool-TTFT-SLO"
 TBT_HEADER = "X-Moonpool-TBT-SLO"
 """A request's own limits, in seconds."""
 
+KEYED = ("/v1/", "/moonpool/")
+"""Where an API key is needed, if there are any."""
+
 ROUTES = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 CLIENT_CLOSED_REQUEST = 499
@@ -81,7 +84,10 @@ class Edge:
         """Serve one request and tell its outcome."""
         headers = Headers(scope=scope)
         state = scope.setdefault("state", {})
-        status = 0
+        app, status = self._app, 0
+        if scope["path"].startswith(KEYED):
+            state["tenant"] = self._tenant(headers)
+            app = self._app if state["tenant"] is not None else _UNAUTHORIZED
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -90,8 +96,13 @@ class Edge:
                 MutableHeaders(raw=message["headers"])["X-Request-Id"] = _request_id(headers, state)
             await send(message)
 
-        await self._app(scope, self._limited(headers, receive), send_with_id)
+        await app(scope, self._limited(headers, receive), send_with_id)
         return _outcome(status, state.get("call"))
+
+    def _tenant(self, headers: Headers) -> str | None:
+        """Whose request it is; None: nobody's who may ask."""
+        keys = self._config.api_keys
+        return keys.tenant(headers.get("authorization")) if keys is not None else self._config.tenant
 
     def _limited(self, headers: Headers, receive: Receive) -> Receive:
         limit = self._config.body_bytes_max
@@ -182,7 +193,7 @@ def _call(raw: Request, config: GatewayConfig) -> Call:
     if request_id is not None and REQUEST_ID.fullmatch(request_id) is None:
         raise UnservedRequest("X-Request-Id must be 1 to 128 visible ASCII characters.", field="X-Request-Id")
     return Call(
-        tenant=config.tenant,
+        tenant=raw.state.tenant,
         arrival_s=time.time(),
         ttft_slo_s=_limit_s(raw, TTFT_HEADER, config.ttft_slo_s),
         tbt_slo_s=_limit_s(raw, TBT_HEADER, config.tbt_slo_s),
@@ -222,6 +233,15 @@ async def _serve(answerer: Answerer, body: object, raw: Request, config: Gateway
 
 def _error_body(status: int, message: str, kind: str) -> dict[str, object]:
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+_UNAUTHORIZED = JSONResponse(
+    _error_body(
+        401, "An API key that this server knows is needed: Authorization: Bearer KEY.", "Unauthorized"
+    ),
+    HTTPStatus.UNAUTHORIZED,
+    {"WWW-Authenticate": "Bearer"},
+)
 
 
 async def _on_http_error(_: Request, error: Exception) -> Response:

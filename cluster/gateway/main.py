@@ -25,6 +25,7 @@ class GatewaySettings:
     chat_template: str | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str = ""
+    api_keys: str | None = None
     descriptor: int | None = None
 
 
@@ -35,6 +36,7 @@ async def run(settings: GatewaySettings) -> None:
 
     from cluster.gateway.app import create_app
     from cluster.gateway.dispatch import ClusterBackend
+    from cluster.gateway.keys import ApiKeys
     from cluster.gateway.request import GatewayConfig
 
     backend = ClusterBackend(settings.conductor_address, settings.handoff_lease_s)
@@ -46,6 +48,7 @@ async def run(settings: GatewaySettings) -> None:
         chat_template=settings.chat_template,
         tool_call_parser=settings.tool_call_parser,
         reasoning_parser=settings.reasoning_parser,
+        api_keys=ApiKeys(Path(settings.api_keys)) if settings.api_keys is not None else None,
     )
     app = await asyncio.to_thread(create_app, config, backend)
     server = uvicorn.Server(

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
 
+    from cluster.gateway.keys import ApiKeys
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
@@ -31,7 +33,9 @@ class GatewayConfig:
     prompt_tokens_details: bool = True
     """Whether `usage` tells how many prompt tokens came from the pool (vLLM's --enable-prompt-tokens-details)."""
     tenant: str = "default"
-    """Whose KV the requests may share."""
+    """Whose KV the requests may share, where no API keys are asked for."""
+    api_keys: ApiKeys | None = None
+    """Who may ask; None: everyone."""
     ttft_slo_s: float | None = None
     tbt_slo_s: float | None = None
     """Limits for requests that carry none of their own."""

@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import subprocess
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ import pytest
 
 from kvstore.core.blocks import BlockHash, KVLayout, NodeId
 from kvstore.node import KVNode, NodeConfig
+from kvstore.tiers.block_file import FileForm
 from kvstore.tiers.dram import Arena, ArenaShape
 from kvstore.transfer import kv_pb2 as pb
 from kvstore.transfer.kv_pb2_grpc import KVNodeStub
@@ -122,7 +124,7 @@ def fill(arena: Arena, slots: list[pb.Slot]) -> None:
 
 @asynccontextmanager
 async def running(
-    folder: Path, arena_dir: Path = SHM, dram_bytes: int = DRAM_BYTES
+    folder: Path, arena_dir: Path = SHM, dram_bytes: int = DRAM_BYTES, **more: Any
 ) -> AsyncIterator[Running]:
     """A node on a socket of its own; leaves neither socket nor arena, and its invariants hold at the end."""
     config = NodeConfig(
@@ -130,6 +132,7 @@ async def running(
         address=f"unix:{folder}/node.sock",
         dram_bytes=dram_bytes,
         arena_dir=arena_dir,
+        **more,
     )
     clock, started = Clock(), asyncio.Event()
     node = KVNode(config, clock)
@@ -658,3 +661,29 @@ async def test_a_socket_that_cannot_be_is_told(tmp_path: Path) -> None:
     node = KVNode(NodeConfig(NodeId("n"), f"unix:{tmp_path}/no/such/folder.sock", DRAM_BYTES, tmp_path))
     with pytest.raises(OSError, match="cannot listen on"):
         await node.serve()
+
+
+async def test_the_ssd_is_worn_no_faster_than_its_budget(tmp_path: Path) -> None:
+    """A second's worth at once, and then one block after the other, without anybody asking."""
+    per_s = 4
+    budget = per_s * FileForm.raw(LAYOUT).file_bytes
+    ssd: dict[str, Any] = {
+        "ssd_dir": tmp_path / "ssd",
+        "ssd_bytes": 2**24,
+        "ssd_admission": "budget",
+        "ssd_write_bytes_per_s": budget,
+    }
+    async with running(tmp_path, **ssd) as node:
+        arena = await node.attach()
+        began_s = time.monotonic()
+        await node.store(arena, "r", [bytes([number]) * 32 for number in range(SLOTS)])
+        while (written := (await node.status()).ssd_blocks) < SLOTS:
+            assert written <= per_s * (time.monotonic() - began_s) + per_s + 1
+            await asyncio.sleep(0.01)
+        assert time.monotonic() - began_s >= (SLOTS - per_s - 1) / per_s
+
+
+async def test_a_policy_that_is_not_known_is_named(tmp_path: Path) -> None:
+    async with running(tmp_path, eviction="oldest") as node:
+        with refused(grpc.StatusCode.FAILED_PRECONDITION, "oldest"):
+            await node.attach()
