@@ -30,6 +30,8 @@ _ROUNDS = 3
 _ANSWER_TOKENS = 4
 _TIMEOUT_S = 300.0
 _BARS = {"dram": 0.08, "peer": 0.10, "ssd": 0.12, "restart": 0.12}
+_KEYS = {"one": "key-of-one", "two": "key-of-two"}
+"""API key by tenant."""
 _NEAR, _FAR = "node-0", "node-1"  # beside the prefill worker, beside the decode worker
 
 progress = Console(stderr=True, highlight=False)
@@ -39,10 +41,16 @@ progress = Console(stderr=True, highlight=False)
 class Asked:
     ttft_s: float
     token_ids: list[int]
+    cached_tokens: int
 
 
-def config(ssd_dir: Path) -> ClusterConfig:
-    return load_config(flags={"nodes": 2, "gateway": {"port": 0}, "pool": {"ssd_dir": ssd_dir}}, environ={})
+def config(folder: Path) -> ClusterConfig:
+    keys = folder / "keys"
+    keys.write_text("".join(f"{key} {tenant}\n" for tenant, key in _KEYS.items()))
+    gateway = {"port": 0, "api_keys": keys}
+    return load_config(
+        flags={"nodes": 2, "gateway": gateway, "pool": {"ssd_dir": folder / "ssd"}}, environ={}
+    )
 
 
 def rows(seed: int) -> list[Row]:
@@ -64,12 +72,13 @@ def rows(seed: int) -> list[Row]:
                         f"{source} {each[-1]['ttft_s']:.2f} s" for source, each in found.items() if each
                     )
                 )
+            tenants = _tenants(cluster, prompts[0])
         with LocalCluster(config(Path(folder))) as cluster:
             _ask(cluster, list(range(100, 164)))
             for prompt, cold in zip(prompts, colds, strict=True):
                 _again(cluster, "restart", prompt, cold, found, _came_from(cluster, "fetched_ssd_blocks"))
                 progress.print(f"after a restart: {found['restart'][-1]['ttft_s']:.2f} s")
-    return [_row(source, samples) for source, samples in found.items()]
+    return [*(_row(source, samples) for source, samples in found.items()), tenants]
 
 
 def _round(cluster: LocalCluster, prompt: list[int], found: dict[str, list[dict[str, float]]]) -> Asked:
@@ -120,7 +129,26 @@ def _came_from(cluster: LocalCluster, counter: str = "") -> Callable[[int], None
     return prove
 
 
-def _ask(cluster: LocalCluster, prompt: list[int]) -> Asked:
+def _tenants(cluster: LocalCluster, prompt: list[int]) -> Row:
+    """The prompt is in the pool as one tenant's; another asks it twice."""
+    asked = [_ask(cluster, prompt, tenant).cached_tokens for tenant in ("one", "two", "two")]
+    _settle()
+    whole = len(prompt) // cluster.config.pool.block_tokens * cluster.config.pool.block_tokens
+    if asked[0] < whole or asked[2] < whole:
+        raise RuntimeError(f"cached tokens of a tenant's own prompt: {asked[0]} and {asked[2]}, not {whole}")
+    return Row(
+        name="cached_tokens_of_another_tenant",
+        value=asked[1],
+        unit="tokens",
+        op="<=",
+        bar=0,
+        bound=0,
+        why=f"the tenant is in every block's name; its own prompt a second time: {asked[2]} cached",
+        samples=tuple({"cached_tokens": cached} for cached in asked),
+    )
+
+
+def _ask(cluster: LocalCluster, prompt: list[int], tenant: str = "one") -> Asked:
     body: dict[str, Any] = {
         "model": cluster.model_name,
         "prompt": prompt,
@@ -129,11 +157,15 @@ def _ask(cluster: LocalCluster, prompt: list[int]) -> Asked:
         "ignore_eos": True,
         "stream": True,
         "return_token_ids": True,
+        "stream_options": {"include_usage": True},
     }
+    headers = {"Authorization": f"Bearer {_KEYS[tenant]}"}
     ids: list[int] = []
-    ttft_s = 0.0
+    ttft_s, cached = 0.0, 0
     began_s = time.perf_counter()
-    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=_TIMEOUT_S) as response:
+    with httpx.stream(
+        "POST", f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=_TIMEOUT_S
+    ) as response:
         for line in response.iter_lines():
             if not line.startswith("data: {"):
                 continue
@@ -142,9 +174,11 @@ def _ask(cluster: LocalCluster, prompt: list[int]) -> Asked:
             if "error" in data:
                 raise RuntimeError(str(data["error"]))
             ids += data["choices"][0]["token_ids"] or [] if data["choices"] else []
+            if data.get("usage"):
+                cached = data["usage"]["prompt_tokens_details"]["cached_tokens"]
     if len(ids) != _ANSWER_TOKENS:
         raise RuntimeError(f"{len(ids)} tokens instead of {_ANSWER_TOKENS}: {response.status_code}")
-    return Asked(ttft_s, ids)
+    return Asked(ttft_s, ids, cached)
 
 
 def _status(cluster: LocalCluster, node: str) -> pb.NodeStatus:

@@ -243,11 +243,13 @@ class SmallCluster:
 
     # -- its clients ----------------------------------------------------------------------------------------
 
-    def request(self, prompt: Sequence[int], kind: RequestOutputKind, tokens: int) -> GenerateRequest:
+    def request(
+        self, prompt: Sequence[int], kind: RequestOutputKind, tokens: int, tenant: str = "t"
+    ) -> GenerateRequest:
         self._requests += 1
         return GenerateRequest(
             request_id=f"r{self._requests}",
-            tenant="t",
+            tenant=tenant,
             token_ids=tuple(prompt),
             sampling_params=SamplingParams(max_tokens=tokens, output_kind=kind),
             arrival_s=time.time(),
@@ -255,9 +257,11 @@ class SmallCluster:
             tbt_slo_s=None,
         )
 
-    async def answer(self, prompt: Sequence[int], tokens: int = ANSWER_TOKENS) -> RequestOutput:
+    async def answer(
+        self, prompt: Sequence[int], tokens: int = ANSWER_TOKENS, tenant: str = "t"
+    ) -> RequestOutput:
         """The whole answer, asked for at once. Raises Refusal."""
-        request = self.request(prompt, RequestOutputKind.FINAL_ONLY, tokens)
+        request = self.request(prompt, RequestOutputKind.FINAL_ONLY, tokens, tenant)
         async with aclosing(self.backend.generate(request)) as outputs:
             [output] = [output async for output in outputs]
         return output
@@ -269,8 +273,8 @@ class SmallCluster:
             async for output in outputs:
                 into.extend(output.outputs[0].token_ids)
 
-    async def answered_right(self, prompt: Sequence[int]) -> RequestOutput:
-        output = await self.answer(prompt)
+    async def answered_right(self, prompt: Sequence[int], tenant: str = "t") -> RequestOutput:
+        output = await self.answer(prompt, tenant=tenant)
         assert list(output.outputs[0].token_ids) == fake_answer(LAYOUT, prompt, ANSWER_TOKENS)
         return output
 

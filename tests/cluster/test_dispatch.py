@@ -17,6 +17,7 @@ from cluster.gateway.dispatch import ClusterBackend, _TokenClock
 from cluster.gateway.request import Overloaded, Unavailable, UnservedRequest
 from kvstore.engine.fake import fake_answer
 from kvstore.engine.wire import RequestOutputKind
+from kvstore.transfer import kv_pb2 as pb
 
 if TYPE_CHECKING:
     from tests.cluster.conftest import SmallCluster, Start
@@ -94,6 +95,18 @@ async def test_a_wrong_block_gives_a_wrong_answer_only_when_nobody_verifies(star
     output = await cluster.answer(whole[:-4])
     assert list(output.outputs[0].token_ids) != right(cluster, whole[:-4], 5)
     assert blind.engine.counters().failed_blocks == 0
+
+
+async def test_tenants_share_nothing(start: "Start") -> None:
+    cluster = await start(save_generated=False)
+    whole = prompt(0, 8 * BLOCK_TOKENS + 1)
+    for tenant in ("one", "two"):
+        for cached in (0, 8 * BLOCK_TOKENS):
+            computed = cluster.computed("prefill")
+            output = await cluster.answered_right(whole, tenant)
+            assert output.num_cached_tokens == cached, tenant
+            assert cluster.computed("prefill") - computed == len(whole) - cached, tenant
+    assert (await cluster.node.Status(pb.Empty())).committed == 2 * 8
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -165,11 +166,14 @@ class Soak:
         """What of the arena's file can hold no block: headers, and what is left over. Slots are of one size."""
         arena = self.cluster.workers["prefill-0"].engine.arena
         block_bytes = sum(arena.payload[0, layer].nbytes for layer in range(LAYOUT.layers))
-        headers = arena.shape.slots * arena.shape.header_dtype.itemsize  # as large as a block of this small model
-        return 1 - arena.shape.slots * block_bytes / (arena.path.stat().st_size - headers)
+        headers = (
+            arena.shape.slots * arena.shape.header_dtype.itemsize
+        )  # as large as a block of this small model
+        used: float = arena.shape.slots * block_bytes / (arena.path.stat().st_size - headers)
+        return 1 - used
 
 
-ENGINE = {"prefill_token_s": 0.0002, "decode_step_s": 0.002, "chunk_tokens": 16}
+ENGINE: dict[str, Any] = {"prefill_token_s": 0.0002, "decode_step_s": 0.002, "chunk_tokens": 16}
 
 
 @pytest.fixture
@@ -194,7 +198,9 @@ async def test_saturation_with_faults(soak: Soak) -> None:
     await asyncio.sleep(SOAK_S * WARM)
     memory_bytes, slots = process.memory_info().rss, await soak.used_slots()
     await asyncio.gather(*working)
-    await soak.cluster.settled()  # no lease, no slot half written, no flight, no engine busy; all invariants hold
+    await (
+        soak.cluster.settled()
+    )  # no lease, no slot half written, no flight, no engine busy; all invariants hold
     seen = {
         **soak.counts,
         "memory": process.memory_info().rss / memory_bytes,
