@@ -32,10 +32,11 @@ from kvstore.tiers.block_file import FileForm
 from kvstore.tiers.dram import Arena, ArenaShape
 from kvstore.tiers.ssd import SsdTier
 from kvstore.transfer import kv_pb2 as pb
-from kvstore.transfer.grpc_link import PeerSource, sealed_segments
+from kvstore.transfer.grpc_link import GrpcLink, Peer, PeerSource
 from kvstore.transfer.kv_pb2_grpc import KVNodeServicer, KVNodeStub, add_KVNodeServicer_to_server
 from kvstore.transfer.messages import block_hashes_from, layout_from, slot_list
-from kvstore.transfer.server import OPTIONS, serving
+from kvstore.transfer.serve_reads import BulkListener, ReadService
+from kvstore.transfer.server import channel_to, serving
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 logger = logging.getLogger(__name__)
@@ -101,6 +102,7 @@ class KVNode(KVNodeServicer):
         self._announced: dict[BlockHash, Tier] = {}
         """What this node holds, and where, as it was published."""
         self._peers: dict[str, grpc.aio.Channel] = {}  # by address
+        self._reads: ReadService | None = None
         self._lives: dict[WorkerId, _Life] = {}  # the present life of each worker
         self._watched: dict[int, _Life] = {}  # by pidfd; former lives too, while a process of theirs lives
         self._lives_started = 0
@@ -120,12 +122,15 @@ class KVNode(KVNodeServicer):
             add_KVNodeServicer_to_server(self, server)
 
         try:
+            self._reads = ReadService(self, BulkListener.open(self._config.address))
             async with serving(self._config.address, add):
                 started()
                 while True:
                     await asyncio.sleep(_SWEEP_S)
                     self._sweep()
         finally:
+            if self._reads is not None:
+                await self._reads.close()
             if self._tiering is not None:
                 await self._tiering.close()
             if self._fetcher is not None:
@@ -371,7 +376,7 @@ class KVNode(KVNodeServicer):
             found = pool.lease(*key, [(slot.slot, slot.epoch) for slot in request.slots], until_s)
         else:
             names = await self._names(request.hashes, context)
-            await self._fetch(names, request.source, request.fetch_s, context)
+            await self._fetch(names, await self._peer(request.source, context), request.fetch_s)
             found = pool.acquire(*key, names, until_s)
         if isinstance(found, NoRoom):
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, _no_room(found))
@@ -380,10 +385,8 @@ class KVNode(KVNodeServicer):
         assert isinstance(found, list)
         return slot_list(found)
 
-    async def _fetch(
-        self, names: Sequence[BlockHash], source: pb.Node, fetch_s: float, context: Context
-    ) -> None:
-        """Brings what this node lacks of the chain's blocks from its SSD and from `source`, as far as time allows.
+    async def _fetch(self, names: Sequence[BlockHash], peer: PeerSource | None, fetch_s: float) -> None:
+        """Brings what this node lacks of the chain's blocks from its SSD and from `peer`, as far as time allows.
 
         Who gives it no time has the bytes and does not ask for the chain.
         """
@@ -392,7 +395,6 @@ class KVNode(KVNodeServicer):
             return
         if self._tiering is not None:
             self._tiering.asked(names)
-        peer = await self._peer(source, context)
         if peer is None and self._tiering is None:
             return
         deadline_s = time.monotonic() + min(max(fetch_s, 0.0), _FETCH_S_MAX)
@@ -421,37 +423,42 @@ class KVNode(KVNodeServicer):
                 grpc.StatusCode.INVALID_ARGUMENT, f"{source.node_id} is this node: it reads from others"
             )
         if source.address not in self._peers:
-            self._peers[source.address] = grpc.aio.insecure_channel(source.address, options=OPTIONS)
+            self._peers[source.address] = channel_to(source.address)
         assert self._arena is not None
-        stub = KVNodeStub(self._peers[source.address])
-        return PeerSource(stub, self._config.node_id, self._arena, uses)
+        there = Peer(KVNodeStub(self._peers[source.address]), source.address)
+        return PeerSource([GrpcLink(there, self._config.node_id, self._arena, uses)], uses)
 
-    async def Read(self, request: pb.ReadRequest, context: Context) -> AsyncIterator[pb.Segment]:
-        pool, arena = await self._ready(context)
-        mine = arena.shape.layout.fingerprint()
-        if request.layout != mine:
-            await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"{request.reader} has KV layout {request.layout}, {self._config.node_id} has {mine}: "
-                "nodes exchange bytes only between engines that pack them alike",
-            )
-        key = (RequestId(request.request_id), f"node {request.reader}")
-        until_s = await self._until_s(request.timeout_s, context)
-        if request.slots:
-            found = pool.lease(*key, [(slot.slot, slot.epoch) for slot in request.slots], until_s)
-        else:
-            names = await self._names(request.hashes, context)
-            await self._fetch(names, pb.Node(), request.timeout_s, context)  # from this node's own SSD
-            found = pool.acquire(*key, names, until_s)
-        if isinstance(found, Fenced):
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, found.reason)
-        assert isinstance(found, list)
-        try:
-            async for segment in sealed_segments(arena, found, time.monotonic() + request.timeout_s):
-                yield segment
-        finally:
-            pool.release(*key)
-            self._apply()
+    async def Read(self, request: pb.ReadRequest, context: Context) -> AsyncIterator[pb.ReadReply]:
+        await self._ready(context)
+        assert self._reads is not None
+        async for reply in self._reads.read(request, context):
+            yield reply
+
+    @property
+    def arena(self) -> Arena:
+        """What other nodes read from; there is one once a worker has attached."""
+        assert self._arena is not None
+        return self._arena
+
+    async def open_read(
+        self,
+        request: RequestId,
+        holder: str,
+        uses: Sequence[tuple[int, int]],
+        names: Sequence[BlockHash],
+        timeout_s: float,
+    ) -> list[SlotRef] | Fenced:
+        assert self._pool is not None
+        until_s = self._now() + timeout_s
+        if uses:
+            return self._pool.lease(request, holder, uses, until_s)
+        await self._fetch(names, None, timeout_s)  # from this node's own SSD
+        return self._pool.acquire(request, holder, names, until_s)
+
+    def close_read(self, request: RequestId, holder: str) -> None:
+        assert self._pool is not None
+        self._pool.release(request, holder)
+        self._apply()
 
     async def Release(self, request: pb.Holding, context: Context) -> pb.Empty:
         pool, _ = await self._ready(context)
