@@ -1,28 +1,21 @@
-"""The reader's end of a bulk socket: one thread receives into the arena's slots, another verifies and seals.
-
-Both release the interpreter's lock in what takes time (`recv_into`, XXH3), so the event loop goes on.
-"""
+"""The reader's end of a bulk socket: a thread that receives into the arena's slots."""
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from queue import SimpleQueue
+from contextlib import aclosing, suppress
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore.transfer.frames import HEADER_BYTES, TOKEN_BYTES, Frame, Kind
-from kvstore.transfer.link import Landing, Progress
+from kvstore.transfer.landing import Landed, Landing, Segments, Void, landed
+from kvstore.transfer.link import Progress
 from kvstore.transfer.serve_reads import bulk_path
-from kvstore.transfer.threads import finished
 from kvstore.transfer.tls import TlsConfig
 
 _CONNECT_S = 5.0
-
-_Taken = tuple[int, list[int], npt.NDArray[np.uint64]]
 
 
 async def receive(
@@ -41,28 +34,18 @@ async def receive(
     if len(token) != TOKEN_BYTES:
         raise ValueError(f"a token of {len(token)} bytes")
     connection = await _connect(address, port, token)
-    loop = asyncio.get_running_loop()
-    steps: asyncio.Queue[Progress | None] = asyncio.Queue()
-
-    def report(step: Progress | None) -> None:
-        loop.call_soon_threadsafe(steps.put_nowait, step)
-
-    receiver = _Receiver(connection, token, landing, segment_bytes, tls, report)
-    threads = ThreadPoolExecutor(2, thread_name_prefix="bulk-receive")
-    receiving = loop.run_in_executor(threads, receiver.receive)
-    verifying = loop.run_in_executor(threads, receiver.verify)
+    if tls is not None:  # here, so that there is one socket to shut down; its handshake is the thread's
+        connection = tls.connecting().wrap_socket(
+            connection, server_hostname=tls.server_name, do_handshake_on_connect=False
+        )
+    receiver = _Receiver(connection, token, landing, segment_bytes)
     call_ended.add_done_callback(lambda _: receiver.stop())
     try:
-        while (step := await steps.get()) is not None:
-            yield step
-        await receiving
+        async with aclosing(landed(landing, receiver.receive, receiver.stop)) as steps:
+            async for step in steps:
+                yield step
     finally:
-        receiver.stop()
-        try:
-            await finished(asyncio.gather(receiving, verifying, return_exceptions=True), receiver.stop)
-        finally:
-            receiver.close()
-            threads.shutdown()
+        receiver.close()
 
 
 async def _connect(address: str, port: int, token: bytes) -> socket.socket:
@@ -93,53 +76,35 @@ class _Receiver:
         token: bytes,
         landing: Landing,
         segment_bytes: int,
-        tls: TlsConfig | None,
-        report: Callable[[Progress | None], None],
     ) -> None:
         self._socket = connection
         self._token = token
         self._landing = landing
         self._segment_bytes = segment_bytes
-        self._tls = tls
-        self._report = report
-        self._landed: SimpleQueue[_Taken | list[Progress] | None] = SimpleQueue()
 
-    def receive(self) -> None:
-        """The first thread. Raises OSError or ValueError; `None` in the queue is its last word."""
-        try:
-            self._socket.setblocking(True)
-            if self._tls is not None:
-                context, name = self._tls.connecting(), self._tls.server_name
-                self._socket = context.wrap_socket(self._socket, server_hostname=name)
-            while self._frame():
-                pass
-        finally:
-            self._landed.put(None)
-
-    def verify(self) -> None:
-        """The second thread: ends after the first."""
-        try:
-            while (landed := self._landed.get()) is not None:
-                for step in landed if isinstance(landed, list) else self._landing.take(*landed):
-                    self._report(step)
-        finally:
-            self._report(None)
+    def receive(self, put: Callable[[Landed], None]) -> None:
+        """To be run in a thread. Raises OSError or ValueError."""
+        self._socket.setblocking(True)
+        if isinstance(self._socket, ssl.SSLSocket):
+            self._socket.do_handshake()
+        while self._frame(put):
+            pass
 
     def stop(self) -> None:
-        """Ends both threads soon. May be called at any time, also after `close`."""
+        """Ends `receive` soon. May be called at any time, also after `close`."""
         with suppress(OSError):
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._socket.close()
 
-    def _frame(self) -> bool:
+    def _frame(self, put: Callable[[Landed], None]) -> bool:
         """Lands one frame. False for the last."""
         frame = Frame.unpack(self._bytes(HEADER_BYTES), self._token)
         if frame.kind is Kind.END:
             return False
         if frame.kind is Kind.VOID:
-            self._landed.put(self._landing.void(frame.block, frame.reason.words))
+            put(Void(frame.block, frame.reason.words))
             return True
         if frame.length != frame.layers * self._segment_bytes:
             raise ValueError(f"{frame.layers} segments of {frame.length} bytes")
@@ -148,7 +113,7 @@ class _Receiver:
         for buffer in buffers:
             self._fill(buffer)
         if fresh:
-            self._landed.put((frame.block, fresh, sums[np.asarray(fresh) - frame.layer]))
+            put(Segments(frame.block, fresh, sums[np.asarray(fresh) - frame.layer]))
         return True
 
     def _bytes(self, count: int) -> bytes:
@@ -157,7 +122,7 @@ class _Receiver:
         return bytes(buffer)
 
     def _fill(self, buffer: memoryview) -> None:
-        flags = 0 if self._tls is not None else socket.MSG_WAITALL
+        flags = 0 if isinstance(self._socket, ssl.SSLSocket) else socket.MSG_WAITALL
         while buffer:
             count = self._socket.recv_into(buffer, 0, flags)
             if count == 0:

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mappin
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import grpc
 import numpy as np
@@ -21,7 +21,9 @@ from kvstore.tiers.dram import Arena
 from kvstore.transfer import kv_pb2 as pb
 from kvstore.transfer.bulk_link import receive
 from kvstore.transfer.frames import Reason
-from kvstore.transfer.link import Complete, Failed, Landing, Link, Lost, Progress, read_from
+from kvstore.transfer.landing import Landing
+from kvstore.transfer.link import Complete, Failed, Link, Lost, Progress, read_from
+from kvstore.transfer.nixl_link import NixlMemory, pull
 from kvstore.transfer.tls import TlsConfig
 
 if TYPE_CHECKING:
@@ -39,8 +41,13 @@ class Peer:
     tls: TlsConfig | None = None
 
 
+Kind: TypeAlias = Literal["inline", "bulk", "nixl"]
+_WAYS = {"inline": pb.INLINE, "bulk": pb.BULK, "nixl": pb.NIXL}
+
+
 class GrpcLink:
-    """Bytes in gRPC messages, or on a bulk socket that the call announces. A source without one answers inline.
+    """Bytes in gRPC messages ("inline"), on a bulk socket that the call announces ("bulk"), or taken from the source's
+    memory ("nixl"). A source that has not what was asked for answers inline.
 
     `uses` has the other's slots where they are known (what is still being filled there); other blocks are asked for
     by name.
@@ -52,10 +59,12 @@ class GrpcLink:
         reader: NodeId,
         arena: Arena,
         uses: Mapping[BlockHash, pb.Slot] = MappingProxyType({}),
-        bulk: bool = True,
+        kind: Kind = "bulk",
+        memory: NixlMemory | None = None,
     ) -> None:
-        self.kind = "bulk" if bulk else "inline"
-        self._way = pb.BULK if bulk else pb.INLINE
+        self.kind = kind
+        self._way = _WAYS[kind]
+        self._memory = memory
         self._peer = peer
         self._reader = reader
         self._arena = arena
@@ -96,6 +105,11 @@ class GrpcLink:
                         yield step
                 case "bulk":
                     async with aclosing(self._on_a_socket(reply.bulk, replies, landing)) as steps:
+                        async for step in steps:
+                            yield step
+                    return
+                case "memory" if self._memory is not None:
+                    async with aclosing(pull(self._memory, reply.memory, replies, landing)) as steps:
                         async for step in steps:
                             yield step
                     return

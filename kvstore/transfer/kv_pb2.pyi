@@ -465,6 +465,7 @@ class ReadReply(_message.Message):
     MEMORY_FIELD_NUMBER: _builtins.int
     SEALED_FIELD_NUMBER: _builtins.int
     VOID_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def segment(self) -> Global___Segment:
         """INLINE"""
@@ -485,6 +486,10 @@ class ReadReply(_message.Message):
     def void(self) -> Global___Void:
         """INLINE, NIXL: what has not come of this block will not come"""
 
+    @_builtins.property
+    def end(self) -> Global___Empty:
+        """NIXL: all has been said"""
+
     def __init__(
         self,
         *,
@@ -493,12 +498,13 @@ class ReadReply(_message.Message):
         memory: Global___Memory | None = ...,
         sealed: Global___Sealed | None = ...,
         void: Global___Void | None = ...,
+        end: Global___Empty | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "memory", b"memory", "reply", b"reply", "sealed", b"sealed", "segment", b"segment", "void", b"void"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "end", b"end", "memory", b"memory", "reply", b"reply", "sealed", b"sealed", "segment", b"segment", "void", b"void"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "memory", b"memory", "reply", b"reply", "sealed", b"sealed", "segment", b"segment", "void", b"void"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "end", b"end", "memory", b"memory", "reply", b"reply", "sealed", b"sealed", "segment", b"segment", "void", b"void"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["segment", "bulk", "memory", "sealed", "void"]  # noqa: Y015
+    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["segment", "bulk", "memory", "sealed", "void", "end"]  # noqa: Y015
     _WhichOneofArgType_reply: _TypeAlias = _typing.Literal["reply", b"reply"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_reply) -> _WhichOneofReturnType_reply | None: ...
 

@@ -15,12 +15,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
 from kvstore.core.blocks import RequestId
 from kvstore.core.slots import SlotRef
-from kvstore.tiers.dram import Arena, segment_sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +55,8 @@ Progress: TypeAlias = Arrived | Complete | Failed | Lost
 class Link(Protocol):
     """A way to one other node."""
 
-    kind: str
+    @property
+    def kind(self) -> str: ...
 
     def read(
         self, request: RequestId, blocks: Sequence[SlotRef], follow: bool, deadline_s: float
@@ -70,89 +67,6 @@ class Link(Protocol):
         ends in one `Complete` or `Failed`, or the read in `Lost`, which ends all others. `deadline_s` is in CLOCK_MONOTONIC seconds.
         """
         ...
-
-
-class Landing:
-    """The destination of one read: where bytes may go, and the only place where segments are sealed.
-
-    Each segment lands once: a second copy goes nowhere, so that what is sealed, or is just being verified, is never
-    written. `place` and `take` may be called by two threads, one each.
-    """
-
-    def __init__(self, arena: Arena, blocks: Sequence[SlotRef]) -> None:
-        self.blocks = blocks
-        self._arena = arena
-        self._layers = arena.shape.layout.layers
-        slots = [ref.slot for ref in blocks]
-        epochs = np.asarray([ref.epoch for ref in blocks], np.uint64)
-        self._sealed = arena.segment_epoch[slots] == epochs[:, None]  # by an earlier source, perhaps
-        self._placed = self._sealed.copy()
-        self._nowhere = bytearray(0)
-        self._ended: set[int] = set()
-        self.rejected_segments = 0
-
-    def place(self, block: int, layer: int, layers: int) -> tuple[list[memoryview], list[int]]:
-        """Where the bytes of these consecutive segments go, in order, and which layers of them are for `take`.
-
-        Raises ValueError for segments that nobody asked for.
-        """
-        if not (0 <= block < len(self.blocks) and layers >= 1 and 0 <= layer <= self._layers - layers):
-            raise ValueError(f"segments {layer}+{layers} of block {block} were not asked for")
-        rows = self._arena.payload[self.blocks[block].slot, layer : layer + layers]
-        placed = self._placed[block, layer : layer + layers]
-        if not placed.any():
-            placed[:] = True
-            return [rows.reshape(-1).data], list(range(layer, layer + layers))
-        fresh = [layer + offset for offset, before in enumerate(placed) if not before]
-        self._nowhere = self._nowhere or bytearray(self._arena.shape.layout.segment_bytes)
-        buffers = [
-            memoryview(self._nowhere) if before else row.data
-            for before, row in zip(placed, rows, strict=True)
-        ]
-        placed[:] = True
-        return buffers, fresh
-
-    def take(self, block: int, layers: list[int], sums: npt.NDArray[np.uint64]) -> list[Progress]:
-        """The bytes of these layers are in the slot, and had these checksums: verifies and seals."""
-        ref, rows = self.blocks[block], self._arena.payload[self.blocks[block].slot]
-        good = np.array(
-            [
-                segment_sum(rows[layer], ref.hash, layer) == wanted
-                for layer, wanted in zip(layers, sums.tolist(), strict=True)
-            ],
-            bool,
-        )
-        sealed = np.asarray(layers, int)[good]
-        self._arena.seal_all(ref.slot, sealed, ref.epoch, sums[good])
-        self._sealed[block, sealed] = True
-        progress: list[Progress] = [Arrived(block, len(sealed))] if len(sealed) else []
-        if len(sealed) and self._sealed[block].all():
-            self._ended.add(block)
-            progress.append(Complete(block))
-        if rejected := len(layers) - len(sealed):
-            self.rejected_segments += rejected
-            progress += self.void(block, f"{rejected} segments came with other bytes")
-        return progress
-
-    def void(self, block: int, reason: str) -> list[Progress]:
-        """What is missing of the block will not come. Raises ValueError for a block that nobody asked for."""
-        if not 0 <= block < len(self.blocks):
-            raise ValueError(f"block {block} was not asked for")
-        if block in self._ended:
-            return []
-        self._ended.add(block)
-        return [Failed(block, reason)]
-
-    def rest(self, reason: str) -> list[Progress]:
-        """The read is over: what has not ended has failed, or was here before it began."""
-        steps: list[Progress] = []
-        for block in range(len(self.blocks)):
-            if block not in self._ended and self._sealed[block].all():
-                self._ended.add(block)
-                steps.append(Complete(block))
-            else:
-                steps += self.void(block, reason)
-        return steps
 
 
 async def read_from(

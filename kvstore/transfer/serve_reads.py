@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import secrets
 import socket
+import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -29,6 +30,7 @@ from kvstore.tiers.dram import Arena
 from kvstore.transfer import kv_pb2 as pb
 from kvstore.transfer.frames import TOKEN_BYTES, Frame, Kind, Reason
 from kvstore.transfer.messages import block_hashes_from
+from kvstore.transfer.nixl_link import NixlMemory
 from kvstore.transfer.threads import finished
 from kvstore.transfer.tls import TlsConfig
 
@@ -129,7 +131,7 @@ class BulkListener:
         self._expected: dict[bytes, asyncio.Future[socket.socket]] = {}
         self._greetings: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.get_running_loop().create_task(self._accept())
-        self.tls = tls.accepting() if tls is not None else None
+        self._tls = tls.accepting() if tls is not None else None
 
     @classmethod
     def open(cls, address: str, port: int = 0, tls: TlsConfig | None = None) -> "BulkListener":
@@ -137,16 +139,12 @@ class BulkListener:
 
         Raises OSError. Belongs to the running event loop.
         """
-        if address.startswith("unix:"):
-            path = Path(bulk_path(address))
-            path.unlink(missing_ok=True)
-            listener = socket.socket(socket.AF_UNIX)
-            listener.bind(str(path))
-            listener.listen()
-        else:
-            host = address.rpartition(":")[0].strip("[]")
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            listener = socket.create_server((host, port), family=family)
+        try:
+            listener = _listen(address, port)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"cannot listen on the bulk socket beside {address}: {error.strerror or error}"
+            ) from error
         listener.setblocking(False)
         return cls(listener, tls)
 
@@ -206,16 +204,38 @@ class BulkListener:
         coming = self._expected.get(token)
         if coming is None or coming.done():
             connection.close()
-        else:
+        elif self._tls is None:
             coming.set_result(connection)
+        else:  # the handshake is the sender's
+            coming.set_result(
+                self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+            )
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    if not address.startswith("unix:"):
+        host = address.rpartition(":")[0].strip("[]")
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener, path = socket.socket(socket.AF_UNIX), Path(bulk_path(address))
+    try:
+        path.unlink(missing_ok=True)
+        listener.bind(str(path))
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 class ReadService:
-    """Answers the RPC `Read`. `bulk` None: bytes go inline only. Runs on the node's event loop."""
+    """Answers the RPC `Read`, inline where there is neither `bulk` nor `memory`. Runs on the node's event loop."""
 
-    def __init__(self, source: BlockSource, bulk: BulkListener | None = None) -> None:
+    def __init__(
+        self, source: BlockSource, bulk: BulkListener | None = None, memory: NixlMemory | None = None
+    ) -> None:
         self._source = source
         self._bulk = bulk
+        self._memory = memory
         self._threads = ThreadPoolExecutor(_BULK_READS_MAX, thread_name_prefix="bulk-send")
         self.sending = 0
         self._numbers = itertools.count(1)
@@ -269,6 +289,12 @@ class ReadService:
             async for reply in self._on_a_socket(self._bulk, watched, absent):
                 yield reply
             return
+        if request.way == pb.NIXL and self._memory is not None:
+            yield pb.ReadReply(memory=self._memory.message())
+            async for reply in memory_replies(watched, absent):
+                yield reply
+            await asyncio.sleep(watched.seconds_left + _GREETING_S)  # until the reader ends the call
+            return
         for block in absent:
             yield void(block, Reason.ABSENT)
         async for reply in inline_replies(watched):
@@ -283,7 +309,7 @@ class ReadService:
             yield pb.ReadReply(bulk=pb.Bulk(port=bulk.port, token=token))
             async with asyncio.timeout(_GREETING_S):
                 connection = await coming
-            sender = _Sender(connection, bulk, watched, absent, token)
+            sender = _Sender(connection, watched, absent, token)
             work = asyncio.get_running_loop().run_in_executor(self._threads, sender.run)
             try:
                 async with asyncio.timeout(watched.seconds_left + _GREETING_S):
@@ -326,6 +352,20 @@ async def inline_replies(watched: Watched) -> AsyncIterator[pb.ReadReply]:
             yield void(run.block, Reason.OVER)
 
 
+async def memory_replies(watched: Watched, absent: Sequence[int]) -> AsyncIterator[pb.ReadReply]:
+    """What may be taken out of memory now, as it is sealed."""
+    for block in absent:
+        yield void(block, Reason.ABSENT)
+    async for run in sealed_runs(watched):
+        if isinstance(run, pb.ReadReply):
+            yield run
+            continue
+        slot = watched.refs[run.block].slot
+        sealed = pb.Sealed(block=run.block, layer=run.layer, slot=slot, checksums=run.sums.tolist())
+        yield pb.ReadReply(sealed=sealed)
+    yield pb.ReadReply(end=pb.Empty())
+
+
 def void(block: int, reason: Reason) -> pb.ReadReply:
     return pb.ReadReply(void=pb.Void(block=block, reason=reason))
 
@@ -341,13 +381,11 @@ class _Sender:
     def __init__(
         self,
         connection: socket.socket,
-        bulk: BulkListener,
         watched: Watched,
         absent: Sequence[int],
         token: bytes,
     ) -> None:
         self._socket = connection
-        self._tls = bulk.tls
         self._watched = watched
         self._absent = absent
         self._token = token
@@ -367,8 +405,8 @@ class _Sender:
             self._socket.setblocking(True)
             if self._socket.family != socket.AF_UNIX:
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._tls is not None:
-                self._socket = self._tls.wrap_socket(self._socket, server_side=True)
+            if isinstance(self._socket, ssl.SSLSocket):
+                self._socket.do_handshake()
             for block in self._absent:
                 self._send(Frame(Kind.VOID, block, reason=Reason.ABSENT))
             self._send_all()

@@ -13,11 +13,12 @@ from typing import Any
 import grpc
 import numpy as np
 
-from kvstore.core.blocks import BlockHash, KVLayout, RequestId, WorkerId
+from kvstore.core.blocks import BlockHash, KVLayout, NodeId, RequestId, WorkerId
 from kvstore.core.slots import Fenced, SlotPool, SlotRef
 from kvstore.tiers.dram import Arena, ArenaShape
 from kvstore.transfer import kv_pb2 as pb
 from kvstore.transfer.kv_pb2_grpc import KVNodeServicer, add_KVNodeServicer_to_server
+from kvstore.transfer.nixl_link import NixlMemory, Unavailable
 from kvstore.transfer.serve_reads import BulkListener, ReadService
 from kvstore.transfer.server import serving
 from kvstore.transfer.tls import TlsConfig
@@ -51,14 +52,13 @@ class SourceNode(KVNodeServicer):
 
     @asynccontextmanager
     async def serving(
-        self, address: str, bulk: bool = True, tls: TlsConfig | None = None
-    ) -> AsyncIterator[str]:
-        """Yields the address, with the port in it."""
-        listener = BulkListener.open(address, tls=tls) if bulk else None
-        self.reads = ReadService(self, listener)
+        self, address: str, tls: TlsConfig | None = None, memory: NixlMemory | None = None
+    ) -> AsyncIterator[None]:
+        listener = BulkListener.open(address, tls=tls)
+        self.reads = ReadService(self, listener, memory)
         try:
             async with serving(address, lambda server: add_KVNodeServicer_to_server(self, server), tls):
-                yield address
+                yield
         finally:
             await self.reads.close()
 
@@ -117,11 +117,16 @@ class SourceNode(KVNodeServicer):
         return refs
 
 
-async def main(address: str, path: str, slots: int, layers: int, page_bytes: int, blocks: int) -> None:
-    node = SourceNode(Arena.create(Path(path), ArenaShape(layout_of(layers, page_bytes), slots)))
+async def main(
+    address: str, path: str, slots: int, layers: int, page_bytes: int, blocks: int, *ways: str
+) -> None:
+    arena = Arena.create(Path(path), ArenaShape(layout_of(layers, page_bytes), slots))
+    node = SourceNode(arena)  # type: ignore[abstract]  # its other methods answer UNIMPLEMENTED
     try:
         node.store(range(blocks))
-        async with node.serving(address):
+        memory = NixlMemory.open(NodeId("source"), arena) if "nixl" in ways else None
+        assert not isinstance(memory, Unavailable), memory
+        async with node.serving(address, memory=memory):
             print("ready", flush=True)
             await asyncio.Event().wait()
     finally:
@@ -129,4 +134,5 @@ async def main(address: str, path: str, slots: int, layers: int, page_bytes: int
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:7])))
+    slots, layers, page_bytes, blocks = map(int, sys.argv[3:7])
+    asyncio.run(main(sys.argv[1], sys.argv[2], slots, layers, page_bytes, blocks, *sys.argv[7:]))

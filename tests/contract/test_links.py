@@ -1,7 +1,9 @@
 """One suite for every link: what is read is right, or is not there; and nothing is left behind."""
 
 import asyncio
+import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -14,21 +16,21 @@ import numpy as np
 import psutil
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from source_node import SourceNode, bytes_of, layout_of, name_of
-
 from kvstore.core.blocks import BlockHash, KVLayout, NodeId, RequestId
 from kvstore.core.slots import SlotRef
 from kvstore.tiers.dram import Arena, ArenaShape
 from kvstore.transfer import kv_pb2 as pb
-from kvstore.transfer.grpc_link import GrpcLink, Peer
+from kvstore.transfer.grpc_link import GrpcLink, Kind, Peer
 from kvstore.transfer.kv_pb2_grpc import KVNodeStub
 from kvstore.transfer.link import Arrived, Complete, Failed, Link, Lost, Progress, read_from
+from kvstore.transfer.nixl_link import NixlMemory, Unavailable
 from kvstore.transfer.server import channel_to
+from kvstore.transfer.tls import TlsConfig
+from tests.contract.source_node import SourceNode, bytes_of, layout_of, name_of
 
 LAYOUT = layout_of(layers=3, page_bytes=512)
 SLOTS = 16
-WAYS = ["inline", "bulk", "bulk-unix"]
+WAYS = ["inline", "bulk", "bulk-unix", "bulk-tls", "nixl"]
 
 
 def free_port() -> int:
@@ -87,25 +89,53 @@ async def read_all(
         return [step async for step in progress]
 
 
-def ended(steps: list[Progress], kind: type) -> list[int]:
+def ended(steps: list[Progress], kind: type[Complete | Failed]) -> list[int]:
     return [step.block for step in steps if isinstance(step, kind)]
 
 
 @asynccontextmanager
 async def pair(way: str, folder: Path, layout: KVLayout = LAYOUT, number: int = 0) -> AsyncIterator[Pair]:
     shape = ArenaShape(layout, SLOTS)
-    source = SourceNode(Arena.create(folder / f"source{number}", shape))
+    source = SourceNode(  # type: ignore[abstract]  # its other methods answer UNIMPLEMENTED
+        Arena.create(folder / f"source{number}", shape)
+    )
     arena = Arena.create(folder / f"reader{number}", shape)
     address = f"unix:{folder}/n{number}" if way.endswith("unix") else f"127.0.0.1:{free_port()}"
-    async with source.serving(address), channel_to(address) as channel:
+    kind: Kind = way.partition("-")[0]  # type: ignore[assignment]
+    tls = certificates(folder) if way.endswith("tls") else None
+    memories = [memory_or_skip(one) for one in (source.arena, arena)] if kind == "nixl" else [None, None]
+    async with source.serving(address, tls, memories[0]), channel_to(address, tls) as channel:
         await channel.channel_ready()
-        peer = Peer(KVNodeStub(channel), address)
+        peer = Peer(KVNodeStub(channel), address, tls)
 
         def link(uses: dict[BlockHash, pb.Slot]) -> Link:
-            return GrpcLink(peer, NodeId("reader"), arena, uses, bulk=way != "inline")
+            return GrpcLink(peer, NodeId("reader"), arena, uses, kind, memories[1])
 
         yield Pair(source, arena, link)
         await settled(source)
+    for memory in memories:
+        if memory is not None:
+            memory.close()
+
+
+def memory_or_skip(arena: Arena) -> NixlMemory:
+    memory = NixlMemory.open(NodeId("n"), arena)
+    if isinstance(memory, Unavailable):
+        pytest.skip(memory.reason)
+    return memory
+
+
+def certificates(folder: Path, name: str = "moonpool") -> TlsConfig:
+    """An authority of its own, and one certificate that it signed."""
+    new = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
+    commands = [
+        f"req -x509 {new} -days 1 -subj /CN=ca -keyout ca.key -out ca.pem",
+        f"req {new} -subj /CN=node -addext subjectAltName=DNS:{name} -keyout key.pem -out node.csr",
+        "x509 -req -in node.csr -CA ca.pem -CAkey ca.key -days 1 -copy_extensions copy -out cert.pem",
+    ]
+    for command in commands:
+        subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
+    return TlsConfig(folder / "ca.pem", folder / "cert.pem", folder / "key.pem")
 
 
 async def settled(source: SourceNode) -> None:
@@ -119,7 +149,7 @@ async def settled(source: SourceNode) -> None:
 
 def leftovers(source: SourceNode) -> list[str]:
     """What a read must not leave behind. (Senders' threads are a pool: idle ones may stay.)"""
-    receivers = [t.name for t in threading.enumerate() if t.name.startswith("bulk-receive")]
+    receivers = [t.name for t in threading.enumerate() if t.name.startswith("landing")]
     assert source.reads is not None
     sending = ["sending"] * source.reads.sending
     return receivers + sending + [f"{request} of {holder}" for request, holder in source.reading]
@@ -291,3 +321,53 @@ async def test_many_reads_at_once(nodes: Pair) -> None:
     results = await asyncio.gather(*(read_all(link, [refs[i % SLOTS]]) for i in range(SLOTS)))
     assert all(ended(steps, Complete) == [0] for steps in results)
     assert (arena.segment_epoch[:SLOTS] == np.arange(1, SLOTS + 1)[:, None]).all()
+
+
+async def test_a_killed_source_is_replaced(tmp_path: Path) -> None:
+    """SIGKILL while blocks come, in a random place of the stream; another node has them too."""
+    layout = layout_of(layers=8, page_bytes=65536)
+    shape, address = ArenaShape(layout, SLOTS), f"127.0.0.1:{free_port()}"
+    script = Path(__file__).with_name("source_node.py")
+    arguments = [address, tmp_path / "killed", SLOTS, layout.layers, layout.page_bytes, SLOTS]
+    process = subprocess.Popen(
+        [sys.executable, str(script), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stdout is not None
+    try:
+        assert await asyncio.to_thread(process.stdout.readline) == b"ready\n"
+        async with pair("bulk", tmp_path, layout) as other, channel_to(address) as channel:
+            await channel.channel_ready()
+            other.source.store(range(SLOTS))
+            first = GrpcLink(Peer(KVNodeStub(channel), address), NodeId("reader"), other.arena)
+            refs = other.wanted(range(SLOTS))
+            links = [first, other.link({})]
+            steps: list[Progress] = []
+            async for step in read_from(links, RequestId("r"), refs, False, time.monotonic() + 20.0):
+                steps.append(step)
+                if len(steps) == 3:
+                    process.kill()
+            assert sorted(ended(steps, Complete)) == list(range(SLOTS))
+            assert other.check(refs, range(SLOTS)) == shape.slots * layout.layers
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+async def test_a_node_of_another_authority_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "stranger").mkdir()
+    stranger = certificates(tmp_path / "stranger")
+    async with pair("bulk-tls", tmp_path) as nodes:
+        nodes.source.store([0])
+        own = nodes.link({})._peer  # type: ignore[attr-defined]
+        forged = GrpcLink(Peer(own.stub, own.address, stranger), NodeId("reader"), nodes.arena)
+        [step] = await read_all(forged, nodes.wanted([0]))
+        assert isinstance(step, Lost)
+        assert "certificate" in step.reason.lower()
+        async with channel_to(own.address, stranger) as channel:
+            outside = GrpcLink(Peer(KVNodeStub(channel), own.address, stranger), NodeId("r"), nodes.arena)
+            [step] = await read_all(outside, nodes.wanted([0]))
+            assert isinstance(step, Lost)
+            assert "UNAVAILABLE" in step.reason

@@ -162,7 +162,7 @@ async def test_on_the_wire(arena: Arena, tmp_path: Path) -> None:
     for seed in range(SEEDS):
         source = store(there, 0, seed + 1, seed)
         wire = FlippedWire(there, [source])
-        peer = PeerSource([GrpcLink(Peer(wire, ""), NodeId("reader"), arena, bulk=False)])  # type: ignore[arg-type]
+        peer = PeerSource([GrpcLink(Peer(wire, ""), NodeId("reader"), arena, kind="inline")])  # type: ignore[arg-type]
         for number, flip in enumerate([None, *flips(seed, 120)]):
             wire.flip = flip
             epoch = seed * 1000 + number + 1
