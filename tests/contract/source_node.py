@@ -90,10 +90,11 @@ class SourceNode(KVNodeServicer):
         self.reading.discard((request, holder))
         self.pool.release(request, holder)
 
-    def reserve(self, numbers: Sequence[int], request: str = "write") -> list[SlotRef]:
-        refs = self.pool.reserve(
-            RequestId(request), WRITER, [name_of(number) for number in numbers], None, _LEASE_S
-        )
+    def reserve(self, numbers: Sequence[int]) -> list[SlotRef]:
+        return self.reserve_names([name_of(number) for number in numbers])
+
+    def reserve_names(self, names: Sequence[BlockHash]) -> list[SlotRef]:
+        refs = self.pool.reserve(RequestId("write"), WRITER, names, None, _LEASE_S)
         assert isinstance(refs, list), refs
         for ref in refs:
             if not ref.filled:
@@ -112,9 +113,12 @@ class SourceNode(KVNodeServicer):
         for ref, number in zip(refs, numbers, strict=True):
             if not ref.filled:
                 self.seal(ref, number)
+        self.commit()
+        return refs
+
+    def commit(self) -> None:
         self.pool.commit(RequestId("write"), WRITER)
         self.pool.release(RequestId("write"), WRITER)
-        return refs
 
 
 async def main(
