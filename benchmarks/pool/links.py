@@ -147,6 +147,7 @@ async def _moves(seed: int, stack: AsyncExitStack) -> dict[str, Move]:
         "valkey": _valkey(stack, content),
     }
     if isinstance(memory, NixlMemory):
+        stack.callback(memory.close)
         moves["nixl"] = reader.move("nixl", memory)
         moves["bare nixl"] = await _bare_nixl(reader, memory)
     if master:
