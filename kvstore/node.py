@@ -297,7 +297,7 @@ class KVNode(KVNodeServicer):
         until_s = await self._until_s(request.lease_s, context)
         names = await self._names(request.hashes, context)
         tail = (await self._names([request.tail_hash], context))[0] if request.tail_hash else None
-        await self._fetch(names, request.source, request.fetch_s, context)
+        await self._fetch(names, await self._peer(request.source, context), request.fetch_s)
         if RequestId(request.request_id) in self._given_up:
             await context.abort(
                 grpc.StatusCode.ABORTED, f"request {request.request_id} was given up before it was here"
