@@ -33,11 +33,7 @@ async def receive(
     """
     if len(token) != TOKEN_BYTES:
         raise ValueError(f"a token of {len(token)} bytes")
-    connection = await _connect(address, port, token)
-    if tls is not None:  # here, so that there is one socket to shut down; its handshake is the thread's
-        connection = tls.connecting().wrap_socket(
-            connection, server_hostname=tls.server_name, do_handshake_on_connect=False
-        )
+    connection = await _connect(address, port, token, tls)
     receiver = _Receiver(connection, token, landing, segment_bytes)
     call_ended.add_done_callback(lambda _: receiver.stop())
     try:
@@ -48,8 +44,8 @@ async def receive(
         receiver.close()
 
 
-async def _connect(address: str, port: int, token: bytes) -> socket.socket:
-    """On the event loop, so that giving up waits for nobody."""
+async def _connect(address: str, port: int, token: bytes, tls: TlsConfig | None) -> socket.socket:
+    """On the event loop, so that giving up waits for nobody. The handshake is the receiving thread's."""
     loop = asyncio.get_running_loop()
     host = address.rpartition(":")[0].strip("[]")
     async with asyncio.timeout(_CONNECT_S):
@@ -63,10 +59,14 @@ async def _connect(address: str, port: int, token: bytes) -> socket.socket:
             connection.setblocking(False)
             await loop.sock_connect(connection, where)
             await loop.sock_sendall(connection, token)
+            if tls is None:
+                return connection
+            return tls.connecting().wrap_socket(
+                connection, server_hostname=tls.server_name, do_handshake_on_connect=False
+            )
         except BaseException:
             connection.close()
             raise
-    return connection
 
 
 class _Receiver:

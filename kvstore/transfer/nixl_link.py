@@ -10,8 +10,8 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -28,6 +28,8 @@ from kvstore.transfer.link import Progress
 _BATCH_BYTES = 8 * 2**20
 _PEERS_MAX = 256
 _POLL_S = 0.0001
+_SERVE_S = 0.0005
+_TRANSFER_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,18 @@ class NixlMemory:
         """The agent's: its calls come from the threads of several reads."""
         self._peers: OrderedDict[str, None] = OrderedDict()
         self._registered = agent.register_memory([(self.address, arena.payload.nbytes, 0, "")], "DRAM")
+        self.message = pb.Memory(
+            agent=name,
+            metadata=agent.get_agent_metadata(),
+            address=self.address,
+            length=arena.payload.nbytes,
+        )
+        """What a reader must know."""
+        self._served = 0
+        self._serving = threading.Condition()
+        self._open = True
+        self._progress = threading.Thread(target=self._serve, name="nixl-progress", daemon=True)
+        self._progress.start()
 
     @classmethod
     def open(cls, node: NodeId, arena: Arena) -> "NixlMemory | Unavailable":
@@ -57,7 +71,8 @@ class NixlMemory:
         except ImportError as error:
             return Unavailable(f"nixl cannot be imported: {error}")
         name = f"{node}-{uuid.uuid4()}"  # a restarted node is another agent
-        agent = nixl_agent(name, nixl_agent_config(backends=["UCX"]))
+        # NIXL's own thread of progress would poll all the time, whether or not anyone reads.
+        agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
         if "UCX" not in agent.backends:
             return Unavailable("nixl has no UCX backend here")
         return cls(agent, name, arena)
@@ -66,13 +81,27 @@ class NixlMemory:
     def address(self) -> int:
         return self.arena.payload.ctypes.data
 
-    def message(self) -> pb.Memory:
-        """What a reader must know."""
-        with self._lock:
-            metadata = self._agent.get_agent_metadata()
-        return pb.Memory(
-            agent=self._name, metadata=metadata, address=self.address, length=self.arena.payload.nbytes
-        )
+    @contextmanager
+    def served(self) -> Iterator[None]:
+        """While another node reads: its connection, and what UCX does not do without this end, need a thread here."""
+        with self._serving:
+            self._served += 1
+            self._serving.notify()
+        try:
+            yield
+        finally:
+            with self._serving:
+                self._served -= 1
+
+    def _serve(self) -> None:
+        while True:
+            with self._serving:
+                self._serving.wait_for(lambda: self._served or not self._open)
+                if not self._open:
+                    return
+            with self._lock:
+                self._agent.get_new_notifs()
+            time.sleep(_SERVE_S)
 
     def meet(self, there: pb.Memory) -> None:
         """Learns how to reach another's memory. Raises ValueError for what NIXL does not understand."""
@@ -89,10 +118,20 @@ class NixlMemory:
                 raise ValueError(f"the metadata of {name!r} came under the name {there.agent}")
             self._peers[there.agent] = None
             if len(self._peers) > _PEERS_MAX:
-                self._agent.remove_remote_agent(self._peers.popitem(last=False)[0])
+                self._forget(next(iter(self._peers)))
 
-    def read(self, agent: str, here: list[tuple[int, int, int]], there: list[tuple[int, int, int]]) -> None:
-        """Copies (address, length, device 0) pairs; returns when the last byte is here. Raises OSError."""
+    def read(
+        self,
+        agent: str,
+        here: list[tuple[int, int, int]],
+        there: list[tuple[int, int, int]],
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Copies (address, length, device 0) pairs; returns when the last byte is here, or none comes any more.
+
+        Raises OSError, also when it was `stopped` or takes longer than a lost connection may go unseen.
+        """
+        until_s = time.monotonic() + _TRANSFER_S
         try:
             with self._lock:
                 transfer = self._agent.initialize_xfer(
@@ -102,19 +141,29 @@ class NixlMemory:
                     agent,
                 )
                 state = self._agent.transfer(transfer)
-            while state == "PROC":
+            while state == "PROC" and not stopped() and time.monotonic() < until_s:
                 time.sleep(_POLL_S)
                 with self._lock:
                     state = self._agent.check_xfer_state(transfer)
             with self._lock:
+                if state == "PROC":  # with its connection ends what it might still write
+                    self._forget(agent)
                 self._agent.release_xfer_handle(transfer)
         except Exception as error:  # see `meet`
             raise OSError(f"a NIXL transfer failed: {type(error).__name__}: {error}") from error
         if state != "DONE":
             raise OSError(f"a NIXL transfer ended in state {state}")
 
+    def _forget(self, agent: str) -> None:
+        self._peers.pop(agent, None)
+        self._agent.remove_remote_agent(agent)
+
     def close(self) -> None:
         """After all reads have ended."""
+        with self._serving:
+            self._open = False
+            self._serving.notify()
+        self._progress.join()
         with self._lock:
             self._agent.deregister_memory(self._registered)
 
@@ -187,7 +236,7 @@ class _Puller:
             here = [(address, length, 0) for landing in landings for address, _, length in landing.moves]
             there = [(address, length, 0) for landing in landings for _, address, length in landing.moves]
             if here:
-                self._memory.read(self._there.agent, here, there)
+                self._memory.read(self._there.agent, here, there, lambda: self._stopped)
             for landing in landings:
                 if landing.segments.layers:
                     put(landing.segments)

@@ -206,10 +206,13 @@ class BulkListener:
             connection.close()
         elif self._tls is None:
             coming.set_result(connection)
-        else:  # the handshake is the sender's
-            coming.set_result(
-                self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
-            )
+        else:
+            try:  # the handshake is the sender's
+                coming.set_result(
+                    self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+                )
+            except OSError:  # it is gone already
+                connection.close()
 
 
 def _listen(address: str, port: int) -> socket.socket:
@@ -290,10 +293,11 @@ class ReadService:
                 yield reply
             return
         if request.way == pb.NIXL and self._memory is not None:
-            yield pb.ReadReply(memory=self._memory.message())
-            async for reply in memory_replies(watched, absent):
-                yield reply
-            await asyncio.sleep(watched.seconds_left + _GREETING_S)  # until the reader ends the call
+            with self._memory.served():
+                yield pb.ReadReply(memory=self._memory.message)
+                async for reply in memory_replies(watched, absent):
+                    yield reply
+                await asyncio.sleep(watched.seconds_left + _GREETING_S)  # until the reader ends the call
             return
         for block in absent:
             yield void(block, Reason.ABSENT)
@@ -311,15 +315,13 @@ class ReadService:
                 connection = await coming
             sender = _Sender(connection, watched, absent, token)
             work = asyncio.get_running_loop().run_in_executor(self._threads, sender.run)
-            try:
-                async with asyncio.timeout(watched.seconds_left + _GREETING_S):
-                    await finished(work, sender.stop)
-            finally:
-                sender.close()
+            async with asyncio.timeout(watched.seconds_left + _GREETING_S):
+                await finished(work, sender.stop)
         except TimeoutError:
             return  # the reader never came, or never hung up
         finally:
-            coming.cancel()
+            if not coming.cancel() and not coming.cancelled():
+                coming.result().close()  # also where it came just as this read was given up
             self.sending -= 1
 
 
@@ -395,9 +397,6 @@ class _Sender:
         self._stopped.set()
         with suppress(OSError):
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._socket.close()
 
     def run(self) -> None:
         """Sends until all is sent, then waits until the reader hangs up. A reader that is gone ends it."""
