@@ -6,13 +6,17 @@ finds no backend, the link is unavailable and the reason says so.
 """
 
 import asyncio
+import importlib
+import logging
+import os
 import threading
 import time
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -30,6 +34,23 @@ _PEERS_MAX = 256
 _POLL_S = 0.0001
 _SERVE_S = 0.0005
 _TRANSFER_S = 10.0
+
+
+_RDMA_DEVICES = Path("/sys/class/infiniband")
+
+
+def _nixl() -> Any:
+    """NIXL's Python module, whichever of its packages is installed. Raises ImportError."""
+    if not _RDMA_DEVICES.exists():
+        # UCX's RDMA modules bring a libnl whose destructor crashes the process at its end (nixl-cu12 1.5.1).
+        os.environ.setdefault("UCX_MODULES", "^ib")
+    nixl = None
+    for name in ("nixl_cu12", "nixl_cu13"):
+        with suppress(ModuleNotFoundError):
+            nixl = nixl or importlib.import_module(name)
+    nixl = nixl or importlib.import_module("nixl")
+    logging.getLogger("nixl").setLevel(logging.WARNING)  # it says on stdout what it opens
+    return nixl
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +86,14 @@ class NixlMemory:
 
     @classmethod
     def open(cls, node: NodeId, arena: Arena) -> "NixlMemory | Unavailable":
-        """Takes some 100 ms, and imports torch where that is installed."""
+        """Takes half a second the first time, and some 40 ms then."""
         try:
-            from nixl import nixl_agent, nixl_agent_config
+            nixl = _nixl()
         except ImportError as error:
             return Unavailable(f"nixl cannot be imported: {error}")
         name = f"{node}-{uuid.uuid4()}"  # a restarted node is another agent
         # NIXL's own thread of progress would poll all the time, whether or not anyone reads.
-        agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+        agent = nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
         if "UCX" not in agent.backends:
             return Unavailable("nixl has no UCX backend here")
         return cls(agent, name, arena)
@@ -166,6 +187,26 @@ class NixlMemory:
         self._progress.join()
         with self._lock:
             self._agent.deregister_memory(self._registered)
+            del self._agent  # which closes its connections
+
+
+class LazyMemory:
+    """Memory that is registered when the first read by NIXL wants it: by then both ends have found NIXL worth it."""
+
+    def __init__(self, node: NodeId, arena: Arena) -> None:
+        self._node = node
+        self._arena = arena
+        self._opening: asyncio.Task[NixlMemory | Unavailable] | None = None
+
+    async def get(self) -> "NixlMemory | Unavailable":
+        if self._opening is None:
+            self._opening = asyncio.create_task(asyncio.to_thread(NixlMemory.open, self._node, self._arena))
+        return await asyncio.shield(self._opening)
+
+    async def close(self) -> None:
+        """After all reads have ended."""
+        if self._opening is not None and isinstance(memory := await self._opening, NixlMemory):
+            memory.close()
 
 
 async def pull(
