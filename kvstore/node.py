@@ -15,6 +15,7 @@ import select
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -32,11 +33,15 @@ from kvstore.tiers.block_file import FileForm
 from kvstore.tiers.dram import Arena, ArenaShape
 from kvstore.tiers.ssd import SsdTier
 from kvstore.transfer import kv_pb2 as pb
-from kvstore.transfer.grpc_link import GrpcLink, Peer, PeerSource
-from kvstore.transfer.kv_pb2_grpc import KVNodeServicer, KVNodeStub, add_KVNodeServicer_to_server
+from kvstore.transfer.choice import Neighbours
+from kvstore.transfer.grpc_link import KINDS, Kind, PeerSource
+from kvstore.transfer.kv_pb2_grpc import KVNodeServicer, add_KVNodeServicer_to_server
 from kvstore.transfer.messages import block_hashes_from, layout_from, slot_list
-from kvstore.transfer.serve_reads import BulkListener, ReadService
-from kvstore.transfer.server import channel_to, serving
+from kvstore.transfer.nixl_link import LazyMemory
+from kvstore.transfer.probe import Probe
+from kvstore.transfer.serve_reads import BulkListener, Offer, ReadService
+from kvstore.transfer.server import serving
+from kvstore.transfer.tls import TlsConfig
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 logger = logging.getLogger(__name__)
@@ -52,7 +57,9 @@ _GIVEN_UP_MAX = 10_000
 class NodeConfig:
     """`arena_dir` is where the arena file goes (a tmpfs), `dram_bytes` its size, `address` what gRPC listens on.
 
-    `ssd_dir` is the folder of the SSD tier, which may take `ssd_bytes`; None is no such tier.
+    `ssd_dir` is the folder of the SSD tier, which may take `ssd_bytes`; None is no such tier. `links` may be used to read
+    from other nodes and are offered to them. Where there is a `peer_address` (host:port), other nodes read there, and
+    nothing else is served there; `tls` is for it, and for such addresses of other nodes.
     """
 
     node_id: NodeId
@@ -62,6 +69,14 @@ class NodeConfig:
     ssd_dir: Path | None = None
     ssd_bytes: int = 0
     ssd_admission: str = "all"
+    links: tuple[Kind, ...] = KINDS
+    peer_address: str = ""
+    tls: TlsConfig | None = None
+
+    @property
+    def read_address(self) -> str:
+        """Where other nodes read from this one."""
+        return self.peer_address or self.address
 
 
 @dataclass(eq=False, slots=True)
@@ -101,7 +116,10 @@ class KVNode(KVNodeServicer):
         self._tiering: Tiering | None = None
         self._announced: dict[BlockHash, Tier] = {}
         """What this node holds, and where, as it was published."""
-        self._peers: dict[str, grpc.aio.Channel] = {}  # by address
+        self._neighbours: Neighbours | None = None
+        self._listener: BulkListener | None = None
+        self._probe: Probe | None = None
+        self._memory: LazyMemory | None = None
         self._reads: ReadService | None = None
         self._lives: dict[WorkerId, _Life] = {}  # the present life of each worker
         self._watched: dict[int, _Life] = {}  # by pidfd; former lives too, while a process of theirs lives
@@ -121,23 +139,41 @@ class KVNode(KVNodeServicer):
         def add(server: grpc.aio.Server) -> None:
             add_KVNodeServicer_to_server(self, server)
 
+        config = self._config
         try:
-            self._reads = ReadService(self, BulkListener.open(self._config.address))
-            async with serving(self._config.address, add):
+            async with AsyncExitStack() as doors:
+                if "bulk" in config.links:
+                    tls = config.tls if config.peer_address else None
+                    self._listener = BulkListener.open(config.read_address, tls=tls)
+                if config.peer_address:
+                    await doors.enter_async_context(serving(config.peer_address, self._add_reads, config.tls))
+                await doors.enter_async_context(serving(config.address, add))
                 started()
                 while True:
                     await asyncio.sleep(_SWEEP_S)
                     self._sweep()
         finally:
-            if self._reads is not None:
-                await self._reads.close()
+            await self._close_transfers()
             if self._tiering is not None:
                 await self._tiering.close()
-            if self._fetcher is not None:
-                await self._fetcher.close()
-            for channel in self._peers.values():
-                await channel.close()
             self.close()
+
+    def _add_reads(self, server: grpc.aio.Server) -> None:
+        add_KVNodeServicer_to_server(_ForPeers(self), server)  # type: ignore[abstract]  # the rest is UNIMPLEMENTED
+
+    async def _close_transfers(self) -> None:
+        """Ends reads of others, then reads from others, then what both used."""
+        if self._listener is not None:
+            await self._listener.close()
+        if self._reads is not None:
+            self._reads.close()
+        if self._fetcher is not None:
+            await self._fetcher.close()
+        if self._neighbours is not None:
+            await self._neighbours.close()
+        for memory in (self._memory, self._probe.memory if self._probe is not None else None):
+            if memory is not None:
+                await memory.close()
 
     def close(self) -> None:
         """Forgets the arena's name and the watched processes. Idempotent."""
@@ -189,25 +225,40 @@ class KVNode(KVNodeServicer):
         shape = ArenaShape.fitting(layout, self._config.dram_bytes)
         prefix = f"moonpool-{self._config.node_id}-"
         Arena.remove_dead(self._config.arena_dir, prefix)
-        self._arena = Arena.create(self._config.arena_dir / f"{prefix}{os.getpid()}", shape)
+        arena = self._arena = Arena.create(self._config.arena_dir / f"{prefix}{os.getpid()}", shape)
         self._pool = SlotPool(shape.slots)
-        self._fetcher = Fetcher(self._pool, self._arena, self._apply)
-        if self._config.ssd_dir is not None:
-            self._tiering = self._open_ssd(self._config.ssd_dir, self._pool, self._arena)
-        logger.info("arena %s: %d slots of %d bytes", self._arena.path, shape.slots, layout.block_bytes)
-        return self._arena
-
-    def _open_ssd(self, folder: Path, pool: SlotPool, arena: Arena) -> Tiering:
-        """Raises OSError when the folder cannot be had, ValueError when the quota holds no block; no arena then."""
+        self._fetcher = Fetcher(self._pool, arena, self._apply)
         try:
-            form, quota_bytes = FileForm.raw(arena.shape.layout), self._config.ssd_bytes
-            machine = TierMachine(TierConfig(quota_bytes // form.file_bytes, self._config.ssd_admission))
-            ssd = SsdTier.open(folder, form, quota_bytes=quota_bytes)
-            return Tiering(machine, ssd, pool, arena, self._announce)
+            self._open_transfers(arena)
+            if self._config.ssd_dir is not None:
+                self._tiering = self._open_ssd(self._config.ssd_dir, self._pool, arena)
         except (OSError, ValueError):
             arena.unlink()
             self._arena = None
             raise
+        logger.info("arena %s: %d slots of %d bytes", arena.path, shape.slots, layout.block_bytes)
+        return arena
+
+    def _open_transfers(self, arena: Arena) -> None:
+        config, layout = self._config, arena.shape.layout
+        self._memory = LazyMemory(config.node_id, arena)
+        self._probe = Probe(config.node_id, layout, config.arena_dir)
+        self._neighbours = Neighbours(
+            config.node_id, arena, self._probe, self._memory, config.links, config.tls
+        )
+        nixl = "nixl" in config.links
+        offers = [
+            Offer(self, self._memory if nixl else None),
+            Offer(self._probe, self._probe.memory if nixl else None),
+        ]
+        self._reads = ReadService(offers, self._listener)
+
+    def _open_ssd(self, folder: Path, pool: SlotPool, arena: Arena) -> Tiering:
+        """Raises OSError when the folder cannot be had, ValueError when the quota holds no block."""
+        form, quota_bytes = FileForm.raw(arena.shape.layout), self._config.ssd_bytes
+        machine = TierMachine(TierConfig(quota_bytes // form.file_bytes, self._config.ssd_admission))
+        ssd = SsdTier.open(folder, form, quota_bytes=quota_bytes)
+        return Tiering(machine, ssd, pool, arena, self._announce)
 
     async def _join(self, worker: WorkerId, pids: Sequence[int], context: Context) -> None:
         """A new life of the worker, unless the caller belongs to the present one."""
@@ -422,11 +473,8 @@ class KVNode(KVNodeServicer):
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, f"{source.node_id} is this node: it reads from others"
             )
-        if source.address not in self._peers:
-            self._peers[source.address] = channel_to(source.address)
-        assert self._arena is not None
-        there = Peer(KVNodeStub(self._peers[source.address]), source.address)
-        return PeerSource([GrpcLink(there, self._config.node_id, self._arena, uses)], uses)
+        assert self._neighbours is not None
+        return PeerSource([self._neighbours.link(source.address, uses)], uses)
 
     async def Read(self, request: pb.ReadRequest, context: Context) -> AsyncIterator[pb.ReadReply]:
         await self._ready(context)
@@ -538,6 +586,9 @@ class KVNode(KVNodeServicer):
                 status.ssd_blocks = len(self._tiering.machine.names())
                 status.ssd_corrupt = self._tiering.ssd.counters.corrupt
             status.block_bytes = self._arena.shape.layout.block_bytes
+        if self._neighbours is not None:
+            status.rejected_segments = self._neighbours.rejected_segments
+            status.neighbours.extend(one.message() for one in self._neighbours.known.values())
         return status
 
     async def Check(self, request: pb.Empty, context: Context) -> pb.Empty:
@@ -633,6 +684,17 @@ class KVNode(KVNodeServicer):
             if queue.full():  # the subscriber will see a gap in the sequence and ask for a snapshot
                 queue.get_nowait()
             queue.put_nowait(event)
+
+
+class _ForPeers(KVNodeServicer):
+    """All that other nodes may ask of a node over the network."""
+
+    def __init__(self, node: KVNode) -> None:
+        self._node = node
+
+    async def Read(self, request: pb.ReadRequest, context: Context) -> AsyncIterator[pb.ReadReply]:
+        async for reply in self._node.Read(request, context):
+            yield reply
 
 
 def _no_room(found: NoRoom) -> str:

@@ -42,6 +42,7 @@ class Peer:
 
 
 Kind: TypeAlias = Literal["inline", "bulk", "nixl"]
+KINDS: tuple[Kind, ...] = ("inline", "bulk", "nixl")
 _WAYS = {"inline": pb.INLINE, "bulk": pb.BULK, "nixl": pb.NIXL}
 
 
@@ -69,6 +70,9 @@ class GrpcLink:
         self._reader = reader
         self._arena = arena
         self._uses = uses
+        self.answered: Kind = "inline"
+        """How the source answered the last read."""
+        self.rejected_segments = 0
 
     async def read(
         self, request: RequestId, blocks: Sequence[SlotRef], follow: bool, deadline_s: float
@@ -90,6 +94,7 @@ class GrpcLink:
             yield Lost(str(error) or type(error).__name__)
         finally:
             call.cancel()
+            self.rejected_segments += landing.rejected_segments
 
     async def _land(
         self, call: AsyncIterable[pb.ReadReply], landing: Landing
@@ -104,11 +109,13 @@ class GrpcLink:
                     for step in landing.void(reply.void.block, Reason(reply.void.reason).words):
                         yield step
                 case "bulk":
+                    self.answered = "bulk"
                     async with aclosing(self._on_a_socket(reply.bulk, replies, landing)) as steps:
                         async for step in steps:
                             yield step
                     return
                 case "memory" if self._memory is not None:
+                    self.answered = "nixl"
                     async with aclosing(pull(self._memory, reply.memory, replies, landing)) as steps:
                         async for step in steps:
                             yield step

@@ -797,6 +797,8 @@ class NodeStatus(_message.Message):
     FETCH_FAILED_BLOCKS_FIELD_NUMBER: _builtins.int
     SSD_BLOCKS_FIELD_NUMBER: _builtins.int
     SSD_CORRUPT_FIELD_NUMBER: _builtins.int
+    REJECTED_SEGMENTS_FIELD_NUMBER: _builtins.int
+    NEIGHBOURS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     slots: _builtins.int
     free: _builtins.int
@@ -819,8 +821,12 @@ class NodeStatus(_message.Message):
     """on the SSD now"""
     ssd_corrupt: _builtins.int
     """files that were not what was written"""
+    rejected_segments: _builtins.int
+    """came from another node with other bytes than they were sealed with"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def neighbours(self) -> _containers.RepeatedCompositeFieldContainer[Global___Neighbour]: ...
     def __init__(
         self,
         *,
@@ -842,11 +848,76 @@ class NodeStatus(_message.Message):
         fetch_failed_blocks: _builtins.int = ...,
         ssd_blocks: _builtins.int = ...,
         ssd_corrupt: _builtins.int = ...,
+        rejected_segments: _builtins.int = ...,
+        neighbours: _abc.Iterable[Global___Neighbour] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "committed", b"committed", "draining", b"draining", "dropped", b"dropped", "evictions", b"evictions", "fetch_failed_blocks", b"fetch_failed_blocks", "fetched_peer_blocks", b"fetched_peer_blocks", "fetched_ssd_blocks", b"fetched_ssd_blocks", "filling", b"filling", "free", b"free", "leased", b"leased", "leases", b"leases", "leases_expired", b"leases_expired", "node_id", b"node_id", "slots", b"slots", "ssd_blocks", b"ssd_blocks", "ssd_corrupt", b"ssd_corrupt", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "committed", b"committed", "draining", b"draining", "dropped", b"dropped", "evictions", b"evictions", "fetch_failed_blocks", b"fetch_failed_blocks", "fetched_peer_blocks", b"fetched_peer_blocks", "fetched_ssd_blocks", b"fetched_ssd_blocks", "filling", b"filling", "free", b"free", "leased", b"leased", "leases", b"leases", "leases_expired", b"leases_expired", "neighbours", b"neighbours", "node_id", b"node_id", "rejected_segments", b"rejected_segments", "slots", b"slots", "ssd_blocks", b"ssd_blocks", "ssd_corrupt", b"ssd_corrupt", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeStatus: _TypeAlias = NodeStatus  # noqa: Y015
+
+@_typing.final
+class Neighbour(_message.Message):
+    """Another node that this one has read from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    LINK_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
+    LOST_READS_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    link: _builtins.str
+    """in use: inline, bulk or nixl"""
+    lost_reads: _builtins.int
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkMeasured]: ...
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        link: _builtins.str = ...,
+        links: _abc.Iterable[Global___LinkMeasured] | None = ...,
+        lost_reads: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "link", b"link", "links", b"links", "lost_reads", b"lost_reads"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Neighbour: _TypeAlias = Neighbour  # noqa: Y015
+
+@_typing.final
+class LinkMeasured(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINK_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    READ_BYTES_FIELD_NUMBER: _builtins.int
+    link: _builtins.str
+    bytes_per_s: _builtins.float
+    """of verified reads, at the last measurement"""
+    refused: _builtins.str
+    """or why there was nothing to measure"""
+    read_bytes: _builtins.int
+    """brought by it since the node started"""
+    def __init__(
+        self,
+        *,
+        link: _builtins.str = ...,
+        bytes_per_s: _builtins.float = ...,
+        refused: _builtins.str = ...,
+        read_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "link", b"link", "read_bytes", b"read_bytes", "refused", b"refused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkMeasured: _TypeAlias = LinkMeasured  # noqa: Y015

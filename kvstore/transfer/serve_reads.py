@@ -30,7 +30,7 @@ from kvstore.tiers.dram import Arena
 from kvstore.transfer import kv_pb2 as pb
 from kvstore.transfer.frames import TOKEN_BYTES, Frame, Kind, Reason
 from kvstore.transfer.messages import block_hashes_from
-from kvstore.transfer.nixl_link import NixlMemory
+from kvstore.transfer.nixl_link import LazyMemory, NixlMemory
 from kvstore.transfer.threads import finished
 from kvstore.transfer.tls import TlsConfig
 
@@ -230,50 +230,60 @@ def _listen(address: str, port: int) -> socket.socket:
     return listener
 
 
-class ReadService:
-    """Answers the RPC `Read`, inline where there is neither `bulk` nor `memory`. Runs on the node's event loop."""
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A source, and its memory where NIXL may read it."""
 
-    def __init__(
-        self, source: BlockSource, bulk: BulkListener | None = None, memory: NixlMemory | None = None
-    ) -> None:
-        self._source = source
+    source: BlockSource
+    memory: LazyMemory | None = None
+
+
+class ReadService:
+    """Answers the RPC `Read`, inline where there is neither `bulk` nor `memory`. Runs on the node's event loop.
+
+    Each source is asked for what has the layout of its arena.
+    """
+
+    def __init__(self, sources: Sequence[Offer], bulk: BulkListener | None = None) -> None:
+        self._offers = {offer.source.arena.shape.layout.fingerprint(): offer for offer in sources}
         self._bulk = bulk
-        self._memory = memory
         self._threads = ThreadPoolExecutor(_BULK_READS_MAX, thread_name_prefix="bulk-send")
         self.sending = 0
         self._numbers = itertools.count(1)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """After the calls have ended."""
-        if self._bulk is not None:
-            await self._bulk.close()
         self._threads.shutdown(wait=False)
 
     async def read(self, request: pb.ReadRequest, context: Context) -> AsyncIterator[pb.ReadReply]:
         """The replies to one call."""
-        names = await self._checked(request, context)
+        offer = await self._offer(request, context)
+        names = await self._names(request, context)
+        source = offer.source
         key = (RequestId(request.request_id), f"node {request.reader} read {next(self._numbers)}")
         uses = [(slot.slot, slot.epoch) for slot in request.slots]
-        refs = await self._source.open_read(*key, uses, names, request.timeout_s)
+        refs = await source.open_read(*key, uses, names, request.timeout_s)
         if isinstance(refs, Fenced):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refs.reason)
         assert isinstance(refs, list)
         asked = len(uses) or len(names)
-        watched = Watched(self._source.arena, refs, request.follow, time.monotonic() + request.timeout_s)
+        watched = Watched(source.arena, refs, request.follow, time.monotonic() + request.timeout_s)
         try:
-            async for reply in self._replies(request, watched, asked):
+            async for reply in self._replies(request, offer, watched, asked):
                 yield reply
         finally:
-            self._source.close_read(*key)
+            source.close_read(*key)
 
-    async def _checked(self, request: pb.ReadRequest, context: Context) -> list[BlockHash]:
-        mine = self._source.arena.shape.layout.fingerprint()
-        if request.layout != mine:
+    async def _offer(self, request: pb.ReadRequest, context: Context) -> Offer:
+        if request.layout not in self._offers:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"{request.reader} has KV layout {request.layout}, this node has {mine}: "
+                f"{request.reader} has KV layout {request.layout}, this node has {' and '.join(self._offers)}: "
                 "nodes exchange bytes only between engines that pack them alike",
             )
+        return self._offers[request.layout]
+
+    async def _names(self, request: pb.ReadRequest, context: Context) -> list[BlockHash]:
         if not 0 <= request.timeout_s <= _TIMEOUT_S_MAX:  # refuses NaN too
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT,
@@ -285,24 +295,32 @@ class ReadService:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     async def _replies(
-        self, request: pb.ReadRequest, watched: Watched, asked: int
+        self, request: pb.ReadRequest, offer: Offer, watched: Watched, asked: int
     ) -> AsyncIterator[pb.ReadReply]:
         absent = range(len(watched.refs), asked)
         if request.way == pb.BULK and self._bulk is not None and self.sending < _BULK_READS_MAX:
             async for reply in self._on_a_socket(self._bulk, watched, absent):
                 yield reply
             return
-        if request.way == pb.NIXL and self._memory is not None:
-            with self._memory.served():
-                yield pb.ReadReply(memory=self._memory.message)
-                async for reply in memory_replies(watched, absent):
+        if request.way == pb.NIXL and offer.memory is not None:
+            memory = await offer.memory.get()
+            if isinstance(memory, NixlMemory):
+                async for reply in self._from_memory(memory, watched, absent):
                     yield reply
-                await asyncio.sleep(watched.seconds_left + _GREETING_S)  # until the reader ends the call
-            return
+                return
         for block in absent:
             yield void(block, Reason.ABSENT)
         async for reply in inline_replies(watched):
             yield reply
+
+    async def _from_memory(
+        self, memory: NixlMemory, watched: Watched, absent: Sequence[int]
+    ) -> AsyncIterator[pb.ReadReply]:
+        with memory.served():
+            yield pb.ReadReply(memory=memory.message)
+            async for reply in memory_replies(watched, absent):
+                yield reply
+            await asyncio.sleep(watched.seconds_left + _GREETING_S)  # until the reader ends the call
 
     async def _on_a_socket(
         self, bulk: BulkListener, watched: Watched, absent: Sequence[int]

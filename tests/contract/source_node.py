@@ -18,8 +18,8 @@ from kvstore.core.slots import Fenced, SlotPool, SlotRef
 from kvstore.tiers.dram import Arena, ArenaShape
 from kvstore.transfer import kv_pb2 as pb
 from kvstore.transfer.kv_pb2_grpc import KVNodeServicer, add_KVNodeServicer_to_server
-from kvstore.transfer.nixl_link import NixlMemory, Unavailable
-from kvstore.transfer.serve_reads import BulkListener, ReadService
+from kvstore.transfer.nixl_link import LazyMemory
+from kvstore.transfer.serve_reads import BulkListener, Offer, ReadService
 from kvstore.transfer.server import serving
 from kvstore.transfer.tls import TlsConfig
 
@@ -52,15 +52,22 @@ class SourceNode(KVNodeServicer):
 
     @asynccontextmanager
     async def serving(
-        self, address: str, tls: TlsConfig | None = None, memory: NixlMemory | None = None
+        self,
+        address: str,
+        tls: TlsConfig | None = None,
+        memory: LazyMemory | None = None,
+        others: Sequence[Offer] = (),
+        bulk: bool = True,
     ) -> AsyncIterator[None]:
-        listener = BulkListener.open(address, tls=tls)
-        self.reads = ReadService(self, listener, memory)
+        listener = BulkListener.open(address, tls=tls) if bulk else None
+        self.reads = ReadService([Offer(self, memory), *others], listener)
         try:
             async with serving(address, lambda server: add_KVNodeServicer_to_server(self, server), tls):
                 yield
         finally:
-            await self.reads.close()
+            if listener is not None:
+                await listener.close()
+            self.reads.close()
 
     async def Read(
         self, request: pb.ReadRequest, context: "grpc.aio.ServicerContext[Any, Any]"
@@ -128,8 +135,7 @@ async def main(
     node = SourceNode(arena)  # type: ignore[abstract]  # its other methods answer UNIMPLEMENTED
     try:
         node.store(range(blocks))
-        memory = NixlMemory.open(NodeId("source"), arena) if "nixl" in ways else None
-        assert not isinstance(memory, Unavailable), memory
+        memory = LazyMemory(NodeId("source"), arena) if "nixl" in ways else None
         async with node.serving(address, memory=memory):
             print("ready", flush=True)
             await asyncio.Event().wait()

@@ -23,7 +23,7 @@ from kvstore.transfer import kv_pb2 as pb
 from kvstore.transfer.grpc_link import GrpcLink, Kind, Peer
 from kvstore.transfer.kv_pb2_grpc import KVNodeStub
 from kvstore.transfer.link import Arrived, Complete, Failed, Link, Lost, Progress, read_from
-from kvstore.transfer.nixl_link import NixlMemory, Unavailable
+from kvstore.transfer.nixl_link import LazyMemory, NixlMemory, Unavailable
 from kvstore.transfer.server import channel_to
 from kvstore.transfer.tls import TlsConfig
 from tests.contract.source_node import SourceNode, bytes_of, layout_of, name_of
@@ -103,23 +103,23 @@ async def pair(way: str, folder: Path, layout: KVLayout = LAYOUT, number: int = 
     address = f"unix:{folder}/n{number}" if way.endswith("unix") else f"127.0.0.1:{free_port()}"
     kind: Kind = way.partition("-")[0]  # type: ignore[assignment]
     tls = certificates(folder) if way.endswith("tls") else None
-    memories = [memory_or_skip(one) for one in (source.arena, arena)] if kind == "nixl" else [None, None]
-    async with source.serving(address, tls, memories[0]), channel_to(address, tls) as channel:
+    theirs, own = LazyMemory(NodeId("source"), source.arena), LazyMemory(NodeId("reader"), arena)
+    [_, memory] = [await memory_or_skip(one) for one in (theirs, own)] if kind == "nixl" else [None, None]
+    async with source.serving(address, tls, theirs), channel_to(address, tls) as channel:
         await channel.channel_ready()
         peer = Peer(KVNodeStub(channel), address, tls)
 
         def link(uses: dict[BlockHash, pb.Slot]) -> Link:
-            return GrpcLink(peer, NodeId("reader"), arena, uses, kind, memories[1])
+            return GrpcLink(peer, NodeId("reader"), arena, uses, kind, memory)
 
         yield Pair(source, arena, link)
         await settled(source)
-    for memory in memories:
-        if memory is not None:
-            memory.close()
+    await theirs.close()
+    await own.close()
 
 
-def memory_or_skip(arena: Arena) -> NixlMemory:
-    memory = NixlMemory.open(NodeId("n"), arena)
+async def memory_or_skip(lazy: LazyMemory) -> NixlMemory:
+    memory = await lazy.get()
     if isinstance(memory, Unavailable):
         pytest.skip(memory.reason)
     return memory
