@@ -66,7 +66,6 @@ class NixlMemory:
     def __init__(self, agent: Any, name: str, arena: Arena) -> None:
         self.arena = arena
         self._agent = agent
-        self._name = name
         self._lock = threading.Lock()
         """The agent's: its calls come from the threads of several reads."""
         self._peers: OrderedDict[str, None] = OrderedDict()
@@ -93,10 +92,11 @@ class NixlMemory:
             return Unavailable(f"nixl cannot be imported: {error}")
         name = f"{node}-{uuid.uuid4()}"  # a restarted node is another agent
         # NIXL's own thread of progress would poll all the time, whether or not anyone reads.
-        agent = nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
-        if "UCX" not in agent.backends:
-            return Unavailable("nixl has no UCX backend here")
-        return cls(agent, name, arena)
+        config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        try:
+            return cls(nixl.nixl_agent(name, config), name, arena)
+        except Exception as error:  # noqa: BLE001  # each of NIXL's errors is a class of its own under Exception
+            return Unavailable(f"NIXL does not start here: {type(error).__name__}: {error}")
 
     @property
     def address(self) -> int:
@@ -132,7 +132,7 @@ class NixlMemory:
                 return
             try:
                 name = self._agent.add_remote_agent(there.metadata)
-            except Exception as error:  # each of NIXL's errors is a class of its own under Exception
+            except Exception as error:  # see `open`
                 raise ValueError(f"NIXL cannot reach {there.agent}: {error}") from error
             name = name.decode() if isinstance(name, bytes) else name
             if name != there.agent:
@@ -170,7 +170,7 @@ class NixlMemory:
                 if state == "PROC":  # with its connection ends what it might still write
                     self._forget(agent)
                 self._agent.release_xfer_handle(transfer)
-        except Exception as error:  # see `meet`
+        except Exception as error:  # see `open`
             raise OSError(f"a NIXL transfer failed: {type(error).__name__}: {error}") from error
         if state != "DONE":
             raise OSError(f"a NIXL transfer ended in state {state}")

@@ -1,6 +1,9 @@
 """Which link is used to a neighbour: the fastest of those that both ends have, and another when it breaks."""
 
 import asyncio
+import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -22,7 +25,8 @@ from kvstore.transfer.nixl_link import LazyMemory
 from kvstore.transfer.probe import Probe, probe_layout
 from kvstore.transfer.serve_reads import Offer
 from tests.contract.source_node import SourceNode, bytes_of, layout_of, name_of
-from tests.contract.test_links import certificates, free_port, memory_or_skip
+from tests.contract.test_links import memory_or_skip
+from tests.network import certificates, free_port
 
 LAYOUT = layout_of(layers=4, page_bytes=65536)
 SHAPE = ArenaShape(LAYOUT, slots=8)
@@ -190,3 +194,17 @@ async def test_tls_is_for_the_network_and_not_for_unix_sockets(tmp_path: Path) -
     neighbours.link("127.0.0.1:1", {})
     assert [one.peer.tls for one in neighbours.known.values()] == [None, tls]
     await neighbours.close()
+
+
+def test_a_nixl_that_does_not_start_is_a_reason(tmp_path: Path) -> None:
+    pytest.importorskip("nixl_cu12")
+    code = (
+        "import sys; from pathlib import Path; from kvstore.transfer.nixl_link import NixlMemory, Unavailable\n"
+        "from tests.contract.test_choice import SHAPE, Arena, NodeId\n"
+        "found = NixlMemory.open(NodeId('n'), Arena.create(Path(sys.argv[1]), SHAPE))\n"
+        "assert isinstance(found, Unavailable) and 'does not start' in found.reason, found"
+    )
+    environment = {**os.environ, "NIXL_PLUGIN_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "arena")], env=environment, check=True, timeout=60
+    )

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -25,18 +24,12 @@ from kvstore.transfer.kv_pb2_grpc import KVNodeStub
 from kvstore.transfer.link import Arrived, Complete, Failed, Link, Lost, Progress, read_from
 from kvstore.transfer.nixl_link import LazyMemory, NixlMemory, Unavailable
 from kvstore.transfer.server import channel_to
-from kvstore.transfer.tls import TlsConfig
 from tests.contract.source_node import SourceNode, bytes_of, layout_of, name_of
+from tests.network import certificates, free_port
 
 LAYOUT = layout_of(layers=3, page_bytes=512)
 SLOTS = 16
 WAYS = ["inline", "bulk", "bulk-unix", "bulk-tls", "nixl"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass(slots=True)
@@ -123,19 +116,6 @@ async def memory_or_skip(lazy: LazyMemory) -> NixlMemory:
     if isinstance(memory, Unavailable):
         pytest.skip(memory.reason)
     return memory
-
-
-def certificates(folder: Path, name: str = "moonpool") -> TlsConfig:
-    """An authority of its own, and one certificate that it signed."""
-    new = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
-    commands = [
-        f"req -x509 {new} -days 1 -subj /CN=ca -keyout ca.key -out ca.pem",
-        f"req {new} -subj /CN=node -addext subjectAltName=DNS:{name} -keyout key.pem -out node.csr",
-        "x509 -req -in node.csr -CA ca.pem -CAkey ca.key -days 1 -copy_extensions copy -out cert.pem",
-    ]
-    for command in commands:
-        subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
-    return TlsConfig(folder / "ca.pem", folder / "cert.pem", folder / "key.pem")
 
 
 async def settled(source: SourceNode) -> None:
