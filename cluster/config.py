@@ -43,6 +43,45 @@ class EngineConfig(_Part):
     reasoning_parser: str = Field("", description="vLLM's parser of the model's reasoning; none: it is text")
 
 
+LINKS = ("inline", "bulk", "nixl")
+
+
+class TransferConfig(_Part):
+    """How KV goes from node to node."""
+
+    links: str = Field(
+        "auto",
+        description="those that may be used, with commas: inline, bulk, nixl; auto: all that there are. Of these each "
+        "node measures, for each other node, which is the fastest",
+    )
+    tcp_host: str | None = Field(
+        None, description="nodes read from each other over TCP on this host; none: on Unix sockets"
+    )
+    tls_ca: Path | None = Field(None, description="PEM of the authority that signed the nodes' certificates")
+    tls_cert: Path | None = Field(None, description="PEM of this node's certificate, for the name moonpool")
+    tls_key: Path | None = None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The links that may be used, as a tuple."""
+        return LINKS if self.links == "auto" else tuple(name.strip() for name in self.links.split(","))
+
+    @model_validator(mode="after")
+    def _links_are_known(self) -> "TransferConfig":
+        if unknown := [name for name in self.kinds if name not in LINKS]:
+            raise ValueError(f"links {self.links!r}: {unknown[0]!r} is none of {', '.join(LINKS)}")
+        return self
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> "TransferConfig":
+        given = [path for path in (self.tls_ca, self.tls_cert, self.tls_key) if path is not None]
+        if len(given) not in (0, 3):
+            raise ValueError("tls_ca, tls_cert and tls_key belong together")
+        if given and self.tcp_host is None:
+            raise ValueError("TLS is for TCP: set tcp_host too")
+        return self
+
+
 class PoolConfig(_Part):
     """The KV node of one machine."""
 
@@ -70,6 +109,7 @@ class PoolConfig(_Part):
     save_generated: bool = Field(
         True, description="answers' KV goes to the pool too, for the conversation's next turn"
     )
+    transfer: TransferConfig = TransferConfig()
     verify: bool = Field(True, description="readers check epoch, name and checksum (off only in tests)")
 
 

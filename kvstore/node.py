@@ -15,6 +15,7 @@ import select
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -33,10 +34,15 @@ from kvstore.tiers.block_file import FileForm
 from kvstore.tiers.dram import Arena, ArenaShape
 from kvstore.tiers.ssd import SsdTier
 from kvstore.transfer import kv_pb2 as pb
-from kvstore.transfer.grpc_link import PeerSource, sealed_segments
-from kvstore.transfer.kv_pb2_grpc import KVNodeServicer, KVNodeStub, add_KVNodeServicer_to_server
+from kvstore.transfer.choice import Neighbours
+from kvstore.transfer.grpc_link import KINDS, Kind, PeerSource
+from kvstore.transfer.kv_pb2_grpc import KVNodeServicer, add_KVNodeServicer_to_server
 from kvstore.transfer.messages import block_hashes_from, layout_from, slot_list
-from kvstore.transfer.server import OPTIONS, serving
+from kvstore.transfer.nixl_link import LazyMemory
+from kvstore.transfer.probe import Probe
+from kvstore.transfer.serve_reads import BulkListener, Offer, ReadService
+from kvstore.transfer.server import serving
+from kvstore.transfer.tls import TlsConfig
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 logger = logging.getLogger(__name__)
@@ -53,7 +59,9 @@ class NodeConfig:
     """`arena_dir` is where the arena file goes (a tmpfs), `dram_bytes` its size, `address` what gRPC listens on.
 
     `ssd_dir` is the folder of the SSD tier, which may take `ssd_bytes`; None is no such tier. `ssd_admission` and
-    `eviction` are names in `kvstore.core`; admissions within a budget write `ssd_write_bytes_per_s`.
+    `eviction` are names in `kvstore.core`; admissions within a budget write `ssd_write_bytes_per_s`. `links` may be used
+    to read from other nodes and are offered to them. Where there is a `peer_address` (host:port), other nodes read
+    there, and nothing else is served there; `tls` is for it, and for such addresses of other nodes.
     """
 
     node_id: NodeId
@@ -65,6 +73,14 @@ class NodeConfig:
     ssd_admission: str = "all"
     ssd_write_bytes_per_s: float = inf
     eviction: str = "cost_aware"
+    links: tuple[Kind, ...] = KINDS
+    peer_address: str = ""
+    tls: TlsConfig | None = None
+
+    @property
+    def read_address(self) -> str:
+        """Where other nodes read from this one."""
+        return self.peer_address or self.address
 
 
 @dataclass(eq=False, slots=True)
@@ -104,7 +120,11 @@ class KVNode(KVNodeServicer):
         self._tiering: Tiering | None = None
         self._announced: dict[BlockHash, Tier] = {}
         """What this node holds, and where, as it was published."""
-        self._peers: dict[str, grpc.aio.Channel] = {}  # by address
+        self._neighbours: Neighbours | None = None
+        self._listener: BulkListener | None = None
+        self._probe: Probe | None = None
+        self._memory: LazyMemory | None = None
+        self._reads: ReadService | None = None
         self._lives: dict[WorkerId, _Life] = {}  # the present life of each worker
         self._watched: dict[int, _Life] = {}  # by pidfd; former lives too, while a process of theirs lives
         self._lives_started = 0
@@ -123,20 +143,41 @@ class KVNode(KVNodeServicer):
         def add(server: grpc.aio.Server) -> None:
             add_KVNodeServicer_to_server(self, server)
 
+        config = self._config
         try:
-            async with serving(self._config.address, add):
+            async with AsyncExitStack() as doors:
+                if "bulk" in config.links:
+                    tls = config.tls if config.peer_address else None
+                    self._listener = BulkListener.open(config.read_address, tls=tls)
+                if config.peer_address:
+                    await doors.enter_async_context(serving(config.peer_address, self._add_reads, config.tls))
+                await doors.enter_async_context(serving(config.address, add))
                 started()
                 while True:
                     await asyncio.sleep(_SWEEP_S)
                     self._sweep()
         finally:
+            await self._close_transfers()
             if self._tiering is not None:
                 await self._tiering.close()
-            if self._fetcher is not None:
-                await self._fetcher.close()
-            for channel in self._peers.values():
-                await channel.close()
             self.close()
+
+    def _add_reads(self, server: grpc.aio.Server) -> None:
+        add_KVNodeServicer_to_server(_ForPeers(self), server)  # type: ignore[abstract]  # the rest is UNIMPLEMENTED
+
+    async def _close_transfers(self) -> None:
+        """Ends reads of others, then reads from others, then what both used."""
+        if self._listener is not None:
+            await self._listener.close()
+        if self._reads is not None:
+            self._reads.close()
+        if self._fetcher is not None:
+            await self._fetcher.close()
+        if self._neighbours is not None:
+            await self._neighbours.close()
+        for memory in (self._memory, self._probe.memory if self._probe is not None else None):
+            if memory is not None:
+                await memory.close()
 
     def close(self) -> None:
         """Forgets the arena's name and the watched processes. Idempotent."""
@@ -188,30 +229,45 @@ class KVNode(KVNodeServicer):
         shape = ArenaShape.fitting(layout, self._config.dram_bytes)
         prefix = f"moonpool-{self._config.node_id}-"
         Arena.remove_dead(self._config.arena_dir, prefix)
-        self._arena = Arena.create(self._config.arena_dir / f"{prefix}{os.getpid()}", shape)
-        self._pool = SlotPool(shape.slots, self._config.eviction)
-        self._fetcher = Fetcher(self._pool, self._arena, self._apply)
-        if self._config.ssd_dir is not None:
-            self._tiering = self._open_ssd(self._config.ssd_dir, self._pool, self._arena)
-        logger.info("arena %s: %d slots of %d bytes", self._arena.path, shape.slots, layout.block_bytes)
-        return self._arena
-
-    def _open_ssd(self, folder: Path, pool: SlotPool, arena: Arena) -> Tiering:
-        """Raises OSError when the folder cannot be had, ValueError when the quota holds no block; no arena then."""
+        arena = self._arena = Arena.create(self._config.arena_dir / f"{prefix}{os.getpid()}", shape)
         try:
-            form, quota_bytes = FileForm.raw(arena.shape.layout), self._config.ssd_bytes
-            tiers = TierConfig(
-                TierLimits(quota_bytes // form.file_bytes, self._config.eviction),
-                admission=self._config.ssd_admission,
-                write_bytes_per_s=self._config.ssd_write_bytes_per_s,
-                block_bytes=form.file_bytes,
-            )
-            ssd = SsdTier.open(folder, form, quota_bytes=quota_bytes)
-            return Tiering(TierMachine(tiers), ssd, pool, arena, self._announce)
+            self._pool = SlotPool(shape.slots, self._config.eviction)
+            self._fetcher = Fetcher(self._pool, arena, self._apply)
+            self._open_transfers(arena)
+            if self._config.ssd_dir is not None:
+                self._tiering = self._open_ssd(self._config.ssd_dir, self._pool, arena)
         except (OSError, ValueError):
             arena.unlink()
             self._arena = None
             raise
+        logger.info("arena %s: %d slots of %d bytes", arena.path, shape.slots, layout.block_bytes)
+        return arena
+
+    def _open_transfers(self, arena: Arena) -> None:
+        config, layout = self._config, arena.shape.layout
+        self._memory = LazyMemory(config.node_id, arena)
+        self._probe = Probe(config.node_id, layout, config.arena_dir)
+        self._neighbours = Neighbours(
+            config.node_id, arena, self._probe, self._memory, config.links, config.tls
+        )
+        nixl = "nixl" in config.links
+        offers = [
+            Offer(self, self._memory if nixl else None),
+            Offer(self._probe, self._probe.memory if nixl else None),
+        ]
+        self._reads = ReadService(offers, self._listener)
+
+    def _open_ssd(self, folder: Path, pool: SlotPool, arena: Arena) -> Tiering:
+        """Raises OSError when the folder cannot be had, ValueError when the quota holds no block."""
+        form, quota_bytes = FileForm.raw(arena.shape.layout), self._config.ssd_bytes
+        tiers = TierConfig(
+            TierLimits(quota_bytes // form.file_bytes, self._config.eviction),
+            admission=self._config.ssd_admission,
+            write_bytes_per_s=self._config.ssd_write_bytes_per_s,
+            block_bytes=form.file_bytes,
+        )
+        ssd = SsdTier.open(folder, form, quota_bytes=quota_bytes)
+        return Tiering(TierMachine(tiers), ssd, pool, arena, self._announce)
 
     async def _join(self, worker: WorkerId, pids: Sequence[int], context: Context) -> None:
         """A new life of the worker, unless the caller belongs to the present one."""
@@ -301,7 +357,7 @@ class KVNode(KVNodeServicer):
         until_s = await self._until_s(request.lease_s, context)
         names = await self._names(request.hashes, context)
         tail = (await self._names([request.tail_hash], context))[0] if request.tail_hash else None
-        await self._fetch(names, request.source, request.fetch_s, context)
+        await self._fetch(names, await self._peer(request.source, context), request.fetch_s)
         if RequestId(request.request_id) in self._given_up:
             await context.abort(
                 grpc.StatusCode.ABORTED, f"request {request.request_id} was given up before it was here"
@@ -380,7 +436,7 @@ class KVNode(KVNodeServicer):
             found = pool.lease(*key, [(slot.slot, slot.epoch) for slot in request.slots], until_s)
         else:
             names = await self._names(request.hashes, context)
-            await self._fetch(names, request.source, request.fetch_s, context)
+            await self._fetch(names, await self._peer(request.source, context), request.fetch_s)
             found = pool.acquire(*key, names, until_s)
         if isinstance(found, NoRoom):
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, _no_room(found))
@@ -389,10 +445,8 @@ class KVNode(KVNodeServicer):
         assert isinstance(found, list)
         return slot_list(found)
 
-    async def _fetch(
-        self, names: Sequence[BlockHash], source: pb.Node, fetch_s: float, context: Context
-    ) -> None:
-        """Brings what this node lacks of the chain's blocks from its SSD and from `source`, as far as time allows.
+    async def _fetch(self, names: Sequence[BlockHash], peer: PeerSource | None, fetch_s: float) -> None:
+        """Brings what this node lacks of the chain's blocks from its SSD and from `peer`, as far as time allows.
 
         Who gives it no time has the bytes and does not ask for the chain.
         """
@@ -401,7 +455,6 @@ class KVNode(KVNodeServicer):
             return
         if self._tiering is not None:
             self._tiering.asked(names)
-        peer = await self._peer(source, context)
         if peer is None and self._tiering is None:
             return
         deadline_s = time.monotonic() + min(max(fetch_s, 0.0), _FETCH_S_MAX)
@@ -429,38 +482,40 @@ class KVNode(KVNodeServicer):
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, f"{source.node_id} is this node: it reads from others"
             )
-        if source.address not in self._peers:
-            self._peers[source.address] = grpc.aio.insecure_channel(source.address, options=OPTIONS)
-        assert self._arena is not None
-        stub = KVNodeStub(self._peers[source.address])
-        return PeerSource(stub, self._config.node_id, self._arena, uses)
+        assert self._neighbours is not None
+        return PeerSource([self._neighbours.link(source.address, uses)], uses)
 
-    async def Read(self, request: pb.ReadRequest, context: Context) -> AsyncIterator[pb.Segment]:
-        pool, arena = await self._ready(context)
-        mine = arena.shape.layout.fingerprint()
-        if request.layout != mine:
-            await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"{request.reader} has KV layout {request.layout}, {self._config.node_id} has {mine}: "
-                "nodes exchange bytes only between engines that pack them alike",
-            )
-        key = (RequestId(request.request_id), f"node {request.reader}")
-        until_s = await self._until_s(request.timeout_s, context)
-        if request.slots:
-            found = pool.lease(*key, [(slot.slot, slot.epoch) for slot in request.slots], until_s)
-        else:
-            names = await self._names(request.hashes, context)
-            await self._fetch(names, pb.Node(), request.timeout_s, context)  # from this node's own SSD
-            found = pool.acquire(*key, names, until_s)
-        if isinstance(found, Fenced):
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, found.reason)
-        assert isinstance(found, list)
-        try:
-            async for segment in sealed_segments(arena, found, time.monotonic() + request.timeout_s):
-                yield segment
-        finally:
-            pool.release(*key)
-            self._apply()
+    async def Read(self, request: pb.ReadRequest, context: Context) -> AsyncIterator[pb.ReadReply]:
+        await self._ready(context)
+        assert self._reads is not None
+        async for reply in self._reads.read(request, context):
+            yield reply
+
+    @property
+    def arena(self) -> Arena:
+        """What other nodes read from; there is one once a worker has attached."""
+        assert self._arena is not None
+        return self._arena
+
+    async def open_read(
+        self,
+        request: RequestId,
+        holder: str,
+        uses: Sequence[tuple[int, int]],
+        names: Sequence[BlockHash],
+        timeout_s: float,
+    ) -> list[SlotRef] | Fenced:
+        assert self._pool is not None
+        until_s = self._now() + timeout_s
+        if uses:
+            return self._pool.lease(request, holder, uses, until_s)
+        await self._fetch(names, None, timeout_s)  # from this node's own SSD
+        return self._pool.acquire(request, holder, names, until_s)
+
+    def close_read(self, request: RequestId, holder: str) -> None:
+        assert self._pool is not None
+        self._pool.release(request, holder)
+        self._apply()
 
     async def Release(self, request: pb.Holding, context: Context) -> pb.Empty:
         pool, _ = await self._ready(context)
@@ -540,6 +595,9 @@ class KVNode(KVNodeServicer):
                 status.ssd_blocks = len(self._tiering.machine.names())
                 status.ssd_corrupt = self._tiering.ssd.counters.corrupt
             status.block_bytes = self._arena.shape.layout.block_bytes
+        if self._neighbours is not None:
+            status.rejected_segments = self._neighbours.rejected_segments
+            status.neighbours.extend(one.message() for one in self._neighbours.known.values())
         return status
 
     async def Check(self, request: pb.Empty, context: Context) -> pb.Empty:
@@ -635,6 +693,17 @@ class KVNode(KVNodeServicer):
             if queue.full():  # the subscriber will see a gap in the sequence and ask for a snapshot
                 queue.get_nowait()
             queue.put_nowait(event)
+
+
+class _ForPeers(KVNodeServicer):
+    """All that other nodes may ask of a node over the network."""
+
+    def __init__(self, node: KVNode) -> None:
+        self._node = node
+
+    async def Read(self, request: pb.ReadRequest, context: Context) -> AsyncIterator[pb.ReadReply]:
+        async for reply in self._node.Read(request, context):
+            yield reply
 
 
 def _no_room(found: NoRoom) -> str:

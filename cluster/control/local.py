@@ -18,18 +18,20 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import httpx
 import psutil
 
-from cluster.config import ClusterConfig, MiB
+from cluster.config import ClusterConfig, MiB, TransferConfig
 from cluster.control.roles import ConductorSettings, NodeSettings, Settings
 from cluster.model import hub_environment, resolve_model
 from kvstore.core.blocks import NodeId, WorkerId
 from kvstore.engine.launch import engine_environment
 from kvstore.engine.settings import WorkerSettings
 from kvstore.node import NodeConfig
+from kvstore.transfer.grpc_link import Kind
+from kvstore.transfer.tls import TlsConfig
 
 _CLUSTER = "local"
 _POLL_S = 0.2
@@ -245,6 +247,7 @@ class LocalCluster:
 
     def _node(self, name: str) -> NodeSettings:
         pool = self.config.pool
+        transfer = pool.transfer
         return NodeSettings(
             NodeConfig(
                 NodeId(name),
@@ -255,6 +258,9 @@ class LocalCluster:
                 ssd_admission=pool.ssd_admission,
                 ssd_write_bytes_per_s=pool.ssd_write_mib_s * MiB,
                 eviction=pool.eviction,
+                links=cast("tuple[Kind, ...]", transfer.kinds),
+                peer_address=_free_address(transfer.tcp_host) if transfer.tcp_host else "",
+                tls=_tls(transfer),
             ),
             self._redis_url(),
             _CLUSTER,
@@ -448,6 +454,19 @@ def _run_folder() -> Path:
     """A new folder; under /tmp where the configured temporary folder is too deep for the paths of Unix sockets."""
     deep = len(tempfile.gettempdir()) > _TEMPORARY_PATH_MAX
     return Path(tempfile.mkdtemp(prefix="moonpool-", dir="/tmp" if deep else None))
+
+
+def _free_address(host: str) -> str:
+    """For a node that others read from over TCP."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as probe:
+        return f"[{host}]:{probe.getsockname()[1]}" if ":" in host else f"{host}:{probe.getsockname()[1]}"
+
+
+def _tls(transfer: TransferConfig) -> TlsConfig | None:
+    if transfer.tls_ca is None or transfer.tls_cert is None or transfer.tls_key is None:
+        return None
+    return TlsConfig(transfer.tls_ca.resolve(), transfer.tls_cert.resolve(), transfer.tls_key.resolve())
 
 
 def _innermost(error: BaseException) -> str:

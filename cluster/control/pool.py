@@ -30,8 +30,24 @@ def inspect(name: str, address: str, tier: str) -> str:
                 f"  brought here: {status.fetched_ssd_blocks} from the ssd, {status.fetched_peer_blocks} from other nodes; "
                 f"{status.fetch_failed_blocks} did not come"
             ),
-            f"  did not verify: {status.dropped} in dram, {status.ssd_corrupt} on the ssd",
+            (
+                f"  did not verify: {status.dropped} in dram, {status.ssd_corrupt} on the ssd, "
+                f"{status.rejected_segments} segments from other nodes"
+            ),
+            *map(_reads_from, status.neighbours),
         ]
+    )
+
+
+def _reads_from(there: pb.Neighbour) -> str:
+    measured = ", ".join(
+        f"{one.link} {one.bytes_per_s / 1e9:.2f} GB/s" for one in there.links if one.bytes_per_s
+    )
+    refused = "".join(f"; no {one.link}: {one.refused}" for one in there.links if one.refused)
+    moved_mib = sum(one.read_bytes for one in there.links) / _MIB
+    return (
+        f"  reads from {there.address} by {there.link} ({measured or 'not measured'}{refused}): "
+        f"{moved_mib:.0f} MiB, {there.lost_reads} reads were lost"
     )
 
 

@@ -54,10 +54,11 @@ async def run_role(role: str, settings: Settings, ready: Ready) -> None:
 
 
 async def _run_node(settings: NodeSettings, ready: Ready) -> None:
-    member = _member(settings.config.node_id, "node", settings.config.address, settings.config.node_id)
+    config = settings.config
+    member = _member(config.node_id, "node", config.address, config.node_id, config.peer_address)
     redis = connect(settings.redis_url)
     presence = Presence(RedisDirectory(redis, settings.cluster), member)
-    node = KVNode(settings.config, publish=presence.publish)
+    node = KVNode(config, publish=presence.publish)
     try:
         await presence.beside(node.serve(started=lambda: ready(member)))
     finally:
@@ -77,7 +78,13 @@ async def _run_conductor(settings: ConductorSettings, ready: Ready) -> None:
         await redis.aclose()
 
 
-def _member(name: str, role: str, address: str, node: NodeId) -> Member:
+def _member(name: str, role: str, address: str, node: NodeId, peer_address: str = "") -> Member:
     return Member(
-        id=name, role=role, incarnation=uuid.uuid4().hex, node=node, address=address, pid=os.getpid()
+        id=name,
+        role=role,
+        incarnation=uuid.uuid4().hex,
+        node=node,
+        address=address,
+        pid=os.getpid(),
+        peer_address=peer_address,
     )

@@ -78,7 +78,10 @@ class ConductorService(ConductorServicer):
 
 
 def _node(member: Member | None) -> kv.Node | None:
-    return kv.Node(node_id=member.id, address=member.address) if member is not None else None
+    """The node as other nodes reach it."""
+    if member is None:
+        return None
+    return kv.Node(node_id=member.id, address=member.peer_address or member.address)
 
 
 async def serve(driver: Driver, address: str, ready: Callable[[], None]) -> None:

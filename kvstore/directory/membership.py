@@ -28,3 +28,5 @@ class Member:
     batch_max: int = 0
     kv_tokens_max: int = 0
     epoch: int = 0
+    peer_address: str = ""
+    """Where other nodes read from this one; empty: at `address` too."""

@@ -189,6 +189,14 @@ class Arena:
         self.segment_at[slot, layer] = time.monotonic()
         self.segment_epoch[slot, layer] = epoch
 
+    def seal_all(
+        self, slot: int, layers: npt.NDArray[np.int64], epoch: int, sums: npt.NDArray[np.uint64]
+    ) -> None:
+        """Seals several layers at once, whose checksums have been found right just now."""
+        self.segment_sum[slot, layers] = sums
+        self.segment_at[slot, layers] = time.monotonic()
+        self.segment_epoch[slot, layers] = epoch
+
     def writing(self, slots: list[int]) -> Writing:
         """How the writing of these slots went; all of them must be complete."""
         times_s = self.segment_at[slots]

@@ -72,7 +72,7 @@ class KVNodeStub:
         self.Read = channel.unary_stream(
                 '/moonpool.kv.KVNode/Read',
                 request_serializer=kvstore_dot_transfer_dot_kv__pb2.ReadRequest.SerializeToString,
-                response_deserializer=kvstore_dot_transfer_dot_kv__pb2.Segment.FromString,
+                response_deserializer=kvstore_dot_transfer_dot_kv__pb2.ReadReply.FromString,
                 _registered_method=True)
         self.Drop = channel.unary_unary(
                 '/moonpool.kv.KVNode/Drop',
@@ -156,8 +156,9 @@ class KVNodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Read(self, request, context):
-        """Another node reads blocks, also while they are being filled (`slots`). The stream ends when all is sent, or when
-        what is missing will not come; the reader verifies and counts.
+        """Another node reads blocks, also while they are being filled. The source holds a lease on them until the stream
+        ends. INLINE: it ends when all is sent, or when what is missing will not come. Otherwise the first reply says where
+        the bytes are, and the reader ends the call when it has them. The reader verifies and counts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -238,7 +239,7 @@ def add_KVNodeServicer_to_server(servicer, server):
             'Read': grpc.unary_stream_rpc_method_handler(
                     servicer.Read,
                     request_deserializer=kvstore_dot_transfer_dot_kv__pb2.ReadRequest.FromString,
-                    response_serializer=kvstore_dot_transfer_dot_kv__pb2.Segment.SerializeToString,
+                    response_serializer=kvstore_dot_transfer_dot_kv__pb2.ReadReply.SerializeToString,
             ),
             'Drop': grpc.unary_unary_rpc_method_handler(
                     servicer.Drop,
@@ -481,7 +482,7 @@ class KVNode:
             target,
             '/moonpool.kv.KVNode/Read',
             kvstore_dot_transfer_dot_kv__pb2.ReadRequest.SerializeToString,
-            kvstore_dot_transfer_dot_kv__pb2.Segment.FromString,
+            kvstore_dot_transfer_dot_kv__pb2.ReadReply.FromString,
             options,
             channel_credentials,
             insecure,

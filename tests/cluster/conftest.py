@@ -37,8 +37,10 @@ from kvstore.tiers.dram import ArenaShape
 from kvstore.transfer import kv_pb2 as pb
 from kvstore.transfer.kv_pb2_grpc import KVNodeStub
 from kvstore.transfer.server import OPTIONS, serving
+from kvstore.transfer.tls import TlsConfig
 from prefill_worker.prefill_pb2_grpc import add_PrefillWorkerServicer_to_server
 from prefill_worker.worker import PrefillWorker
+from tests.network import free_port
 from tests.valkey import running_valkey
 
 if TYPE_CHECKING:
@@ -105,10 +107,12 @@ class SmallCluster:
         self.directory = RedisDirectory(self._redis, uuid.uuid4().hex)
         self._requests = 0
         self._save_generated = True
+        self._tls: TlsConfig | None = None
         self._parts: list[Part] = []
         self._announced: list[Part] = []
         self._channels: list[grpc.aio.Channel] = []
         self.nodes: list[KVNodeAsyncStub] = []
+        self.peer_addresses: list[str] = []
         self.workers: dict[str, Worker] = {}
         self.driver: Driver
         self._conductor: Part
@@ -133,10 +137,12 @@ class SmallCluster:
         scheduling: SchedulingConfig,
         ssd_dir: Path | None,
         save_generated: bool = True,
+        tls: TlsConfig | None = None,
         **engine: Any,
     ) -> None:
-        """Workers are dealt out to the nodes in turn."""
+        """Workers are dealt out to the nodes in turn. With `tls` nodes read from each other over TCP."""
         self._save_generated = save_generated
+        self._tls = tls
         for number in range(nodes):
             self.start_node(f"node-{number}", slots, ssd_dir)
         await self.start_conductor(scheduling)
@@ -148,7 +154,10 @@ class SmallCluster:
         await self.known(prefill + decode + nodes)
 
     def start_node(self, name: str, slots: int, ssd_dir: Path | None = None) -> None:
-        member = Member(name, "node", uuid.uuid4().hex, name, self.address(name), 0)
+        peers = f"127.0.0.1:{free_port()}" if self._tls is not None else ""
+        self.peer_addresses.append(peers)
+        incarnation = uuid.uuid4().hex
+        member = Member(name, "node", incarnation, name, self.address(name), 0, peer_address=peers)
         presence = Presence(self.directory, member)
         row_bytes = LAYOUT.block_bytes + ArenaShape(LAYOUT, 1).header_dtype.itemsize
         node = KVNode(
@@ -159,6 +168,8 @@ class SmallCluster:
                 self._folder,
                 ssd_dir=ssd_dir / name if ssd_dir is not None else None,
                 ssd_bytes=SSD_BYTES,
+                peer_address=peers,
+                tls=self._tls,
             ),
             publish=presence.publish,
         )

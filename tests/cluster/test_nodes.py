@@ -4,10 +4,15 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import grpc
 import pytest
 
+from cluster.control.pool import inspect
 from kvstore.transfer import kv_pb2 as pb
+from kvstore.transfer.kv_pb2_grpc import KVNodeStub
+from kvstore.transfer.server import channel_to
 from tests.cluster.conftest import LAYOUT, SmallCluster, Start, until
+from tests.network import certificates
 
 if TYPE_CHECKING:
     from kvstore.transfer.kv_pb2_grpc import KVNodeAsyncStub
@@ -160,3 +165,38 @@ async def test_an_operator_verifies_and_drops(start: Start, tmp_path: Path) -> N
 async def _empty(cluster: SmallCluster) -> bool:
     now = await status(cluster.node)
     return (now.committed, now.ssd_blocks, await known_blocks(cluster, 0)) == (0, 0, 0)
+
+
+async def test_nodes_read_from_each_other_over_tcp_with_mutual_tls(start: Start, tmp_path: Path) -> None:
+    cluster = await start(nodes=2, tls=certificates(tmp_path))
+    await cluster.answered_right(prompt(6 * BLOCK))
+    assert (await status(cluster.nodes[1])).fetched_peer_blocks == 6
+    (tmp_path / "stranger").mkdir()
+    async with channel_to(cluster.peer_addresses[0], certificates(tmp_path / "stranger")) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await KVNodeStub(channel).Status(pb.Empty(), timeout=5.0)
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_what_other_nodes_may_ask_over_the_network_is_to_read(start: Start, tmp_path: Path) -> None:
+    tls = certificates(tmp_path)
+    cluster = await start(nodes=2, tls=tls)
+    async with channel_to(cluster.peer_addresses[0], tls) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await KVNodeStub(channel).Drop(pb.DropRequest(all=True), timeout=5.0)
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_an_operator_sees_the_link_in_use_and_what_was_measured(start: Start) -> None:
+    cluster = await start(nodes=2)
+    await cluster.answered_right(prompt(6 * BLOCK))
+
+    async def measured() -> bool:
+        return any(
+            one.bytes_per_s for there in (await status(cluster.nodes[1])).neighbours for one in there.links
+        )
+
+    await until(measured, "the decode node has measured its links to the prefill node")
+    shown = await asyncio.to_thread(inspect, "node-1", cluster.address("node-1"), "")
+    assert f"reads from {cluster.address('node-0')} by " in shown
+    assert "inline 0." in shown

@@ -17,7 +17,8 @@ from kvstore.tiers.block_file import FileForm
 from kvstore.tiers.dram import Arena, ArenaShape, segment_sum
 from kvstore.tiers.ssd import Loaded, Missed, SsdTier
 from kvstore.transfer import kv_pb2 as pb
-from kvstore.transfer.grpc_link import PeerSource, sealed_segments
+from kvstore.transfer.grpc_link import GrpcLink, Peer, PeerSource
+from kvstore.transfer.serve_reads import Watched, inline_replies
 
 LAYOUT = KVLayout(layers=2, block_tokens=2, page_tokens=2, page_bytes=48, dtype="float32", packing="test")
 FULL = os.environ.get("MOONPOOL_FAULTS") == "full"
@@ -122,21 +123,35 @@ class FlippedWire:
         self._refs = refs
         self.flip: tuple[int, int] | None = None
 
-    async def Read(self, request: pb.ReadRequest, timeout: float) -> AsyncIterator[pb.Segment]:
+    def Read(self, request: pb.ReadRequest, timeout: float) -> "FlippedCall":
+        return FlippedCall(Watched(self._source, self._refs, False, time.monotonic() + timeout), self.flip)
+
+
+class FlippedCall:
+    """One call to it."""
+
+    def __init__(self, watched: Watched, flip: tuple[int, int] | None) -> None:
+        self._watched = watched
+        self._flip = flip
+
+    async def __aiter__(self) -> AsyncIterator[pb.ReadReply]:
         first = True
-        async for segment in sealed_segments(self._source, self._refs, time.monotonic() + 1.0):
-            message = bytearray(segment.SerializeToString())
-            if first and self.flip is not None:
-                place, mask = self.flip
+        async for reply in inline_replies(self._watched):
+            message = bytearray(reply.SerializeToString())
+            if first and self._flip is not None:
+                place, mask = self._flip
                 message[place % len(message)] ^= mask
             first = False
             yield _parsed(bytes(message))
 
+    def cancel(self) -> None:
+        """The reader needs no more."""
 
-def _parsed(message: bytes) -> pb.Segment:
+
+def _parsed(message: bytes) -> pb.ReadReply:
     """As gRPC does it: what cannot be parsed ends the call."""
     try:
-        return pb.Segment.FromString(message)
+        return pb.ReadReply.FromString(message)
     except Exception as error:
         raise ValueError("the message cannot be parsed") from error
 
@@ -147,7 +162,7 @@ async def test_on_the_wire(arena: Arena, tmp_path: Path) -> None:
     for seed in range(SEEDS):
         source = store(there, 0, seed + 1, seed)
         wire = FlippedWire(there, [source])
-        peer = PeerSource(wire, NodeId("reader"), arena, {})  # type: ignore[arg-type]
+        peer = PeerSource([GrpcLink(Peer(wire, ""), NodeId("reader"), arena, kind="inline")])  # type: ignore[arg-type]
         for number, flip in enumerate([None, *flips(seed, 120)]):
             wire.flip = flip
             epoch = seed * 1000 + number + 1
