@@ -22,6 +22,7 @@ from decode_worker.saving import AnswerSaver
 from kvstore.core.blocks import BlockHash, RequestId
 from kvstore.engine.engine import KVEngine
 from kvstore.engine.plan import KVPlan, LoadReport, PlannedBlock
+from kvstore.engine.reservation import forget
 from kvstore.engine.wire import decode_params, encode_output
 from kvstore.transfer import kv_pb2 as kv
 
@@ -167,7 +168,7 @@ class DecodeWorker(DecodeWorkerServicer):
     ) -> pb.DecodeReply:
         reply = pb.DecodeReply(output=encode_output(output))
         if report is not None:
-            await self._engine.drop(report.corrupt)
+            await forget(self._engine, report.corrupt)
             loaded_blocks = report.blocks - report.failed_blocks
             external = min(len(request.token_ids), loaded_blocks * self._engine.layout.block_tokens)
             reply.loaded.MergeFrom(

@@ -19,7 +19,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from kvstore.core.blocks import BlockHash, RequestId
 from kvstore.engine.engine import KVEngine
 from kvstore.engine.plan import KVPlan, LoadReport, PlannedBlock
-from kvstore.engine.reservation import end_reservation
+from kvstore.engine.reservation import end_reservation, forget
 from kvstore.tiers.dram import Writing
 from kvstore.transfer import kv_pb2 as kv
 from prefill_worker import prefill_pb2 as pb
@@ -54,6 +54,8 @@ class PrefillWorker(PrefillWorkerServicer):
             self._prefills += 1
             yield pb.PrefillReply(done=await self._done(request, submitted, output, writing))
             await asyncio.sleep(request.lease_s)  # the gateway ends the call when the decode side has the KV
+        except grpc.aio.AioRpcError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"KV node: {error.details()}")
         except EngineDeadError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"the prefill engine died: {error}")
         except ValueError as error:  # what vLLM raises for a request that no engine of this model could serve
@@ -123,7 +125,7 @@ class PrefillWorker(PrefillWorkerServicer):
     ) -> pb.Done:
         report = LoadReport.from_params(output.kv_transfer_params)
         assert report is not None, "a planned request ends with a report"
-        await self._engine.drop(report.corrupt)
+        await forget(self._engine, report.corrupt)
         times = output.metrics
         assert times is not None, "engines keep request times"
         return pb.Done(

@@ -95,10 +95,6 @@ class KVEngine(Protocol):
         """
         ...
 
-    async def drop(self, corrupt: Sequence[str]) -> None:
-        """Has the node forget blocks that did not verify."""
-        ...
-
     def counters(self) -> EngineCounters: ...
 
 
@@ -213,12 +209,6 @@ class Engine:
         """Brings a plan to the connector's scheduler half, with a request that has ended before it begins."""
         if not self.dead:
             await self._llm.notify_kv_transfer_request_rejected(request_id, plan.to_params())
-
-    async def drop(self, corrupt: Sequence[str]) -> None:
-        """Has the node forget blocks (hashes in hex) whose bytes did not verify."""
-        if corrupt:
-            hashes = [bytes.fromhex(name) for name in corrupt]
-            await self.node.Drop(pb.DropRequest(hashes=hashes), timeout=_NODE_CALL_S)
 
     def counters(self) -> EngineCounters:
         samples = {

@@ -216,12 +216,6 @@ class FakeEngine:
                 self._save(plan, kv, layer, 0, kv.shape[1])
         self._stop(plan)
 
-    async def drop(self, corrupt: Sequence[str]) -> None:
-        """Has the node forget blocks (hashes in hex) whose bytes did not verify."""
-        if corrupt:
-            hashes = [bytes.fromhex(name) for name in corrupt]
-            await self.node.Drop(pb.DropRequest(hashes=hashes), timeout=_NODE_CALL_S)
-
     def counters(self) -> EngineCounters:
         """There is no prefix cache of its own: what is not from the pool was computed."""
         return EngineCounters(

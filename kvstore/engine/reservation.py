@@ -1,8 +1,8 @@
-"""The end of a worker's reservation at its KV node: whatever came of it, nothing stays held."""
+"""What a worker still has to tell its KV node when a request has ended: nothing stays held, nothing wrong stays."""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import grpc
 
@@ -25,6 +25,22 @@ async def end_reservation(engine: KVEngine, request_id: str, *, committed: bool,
         await _insist(engine, lambda: engine.node.Abandon(abandoned, timeout=_NODE_CALL_S))
     holding = kv.Holding(request_id=request_id, holder=engine.worker_id)
     await _insist(engine, lambda: engine.node.Release(holding, timeout=_NODE_CALL_S))
+
+
+async def forget(engine: KVEngine, corrupt: Sequence[str]) -> None:
+    """Has the node forget blocks (hashes in hex) whose bytes did not verify.
+
+    Should it not hear of it, the next reader finds them wrong again.
+    """
+    if not corrupt:
+        return
+    names = [bytes.fromhex(name) for name in corrupt]
+    try:
+        await engine.node.Drop(kv.DropRequest(hashes=names, corrupt=True), timeout=_NODE_CALL_S)
+    except grpc.aio.AioRpcError as error:
+        logger.warning(
+            "%d blocks did not verify, and the KV node does not forget them: %s", len(names), error.details()
+        )
 
 
 async def _insist(engine: KVEngine, call: Callable[[], Awaitable[object]]) -> None:

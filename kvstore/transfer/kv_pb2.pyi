@@ -655,10 +655,13 @@ class DropRequest(_message.Message):
     HASHES_FIELD_NUMBER: _builtins.int
     ALL_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
+    CORRUPT_FIELD_NUMBER: _builtins.int
     all: _builtins.bool
     """instead of `hashes`"""
     tier: _builtins.str
     """"dram" or "ssd"; empty: both"""
+    corrupt: _builtins.bool
+    """they did not verify"""
     @_builtins.property
     def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     def __init__(
@@ -667,10 +670,11 @@ class DropRequest(_message.Message):
         hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         all: _builtins.bool = ...,
         tier: _builtins.str = ...,
+        corrupt: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "hashes", b"hashes", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "corrupt", b"corrupt", "hashes", b"hashes", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

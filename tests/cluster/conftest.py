@@ -53,15 +53,20 @@ SETTLED_S = 10.0
 ANSWER_TOKENS = 5
 
 
-async def until(holds: Callable[[], Awaitable[bool] | bool], what: str, seconds: float = SETTLED_S) -> None:
-    """Waits until something holds. Fails after `seconds`."""
+async def until(
+    holds: Callable[[], Awaitable[bool] | bool],
+    what: str,
+    seconds: float = SETTLED_S,
+    why: object = "",
+) -> None:
+    """Waits until something holds. Fails after `seconds`, with `why` as it is then."""
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
         answer = holds()
         if answer if isinstance(answer, bool) else await answer:
             return
         await asyncio.sleep(0.02)
-    pytest.fail(f"not within {seconds} s: {what}")
+    pytest.fail(f"not within {seconds} s: {what} {why}")
 
 
 class Part:
@@ -308,14 +313,19 @@ class SmallCluster:
     async def settled(self) -> None:
         """Every owner is clean: the nodes, the conductor, the engines."""
 
+        busy: dict[str, Any] = {}
+
         async def clean() -> bool:
             states = [await node.Status(pb.Empty()) for node in self.nodes]
             flights = self.driver.status()["conductor"]["inflight"]
             engines = [worker.engine.counters().running for worker in self.workers.values()]
-            held = [n for s in states for n in (s.filling, s.draining, s.leased, s.leases)]
+            names = ("filling", "draining", "leased", "leases")
+            busy["slots"] = [{name: getattr(state, name) for name in names} for state in states]
+            held = [count for slots in busy["slots"] for count in slots.values()]
+            busy["flights"], busy["engines"] = flights, dict(zip(self.workers, engines, strict=True))
             return not any(held) and not any(flights.values()) and not any(engines)
 
-        await until(clean, "nothing in flight")
+        await until(clean, "nothing in flight", why=busy)
         for node in self.nodes:
             await node.Check(pb.Empty())
         self.driver.check()
