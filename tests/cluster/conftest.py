@@ -173,6 +173,7 @@ class SmallCluster:
                 self._folder,
                 ssd_dir=ssd_dir / name if ssd_dir is not None else None,
                 ssd_bytes=SSD_BYTES,
+                links=("inline", "bulk"),  # NIXL brings native code that not every test bears in its process
                 peer_address=peers,
                 tls=self._tls,
             ),

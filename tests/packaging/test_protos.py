@@ -1,8 +1,10 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from scripts.protos import generate, protos
+from scripts.protos import protos
 
 ROOT = Path(__file__).resolve().parents[2]
 ENDINGS = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
@@ -10,8 +12,10 @@ ENDINGS = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made in a process of its own: what other tests have loaded into this one may hold another protobuf."""
     out = tmp_path_factory.mktemp("generated")
-    generate(ROOT, out)
+    code = f"from pathlib import Path; from scripts.protos import generate; generate(Path({str(ROOT)!r}), Path({str(out)!r}))"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
     return out
 
 
