@@ -57,8 +57,7 @@ def _block(form: BlockForm, seed: int) -> Bytes:
 
 
 def _codec_rows(form: BlockForm, codec: Codec, block: Bytes) -> list[Row]:
-    size = codec.encoded_bytes(form)
-    encoded = np.empty((form.layout.layers, size // form.layout.layers), np.uint8)
+    encoded = np.empty((form.layout.layers, codec.segment_bytes(form)), np.uint8)
     decoded, copy = np.empty_like(block), np.empty_like(block)
     work: dict[str, Callable[[], object]] = {
         "encode": lambda: codec.encode(form, block, encoded),
@@ -72,7 +71,7 @@ def _codec_rows(form: BlockForm, codec: Codec, block: Bytes) -> list[Row]:
             pair = {"codec_gb_per_s": run, "copy_gb_per_s": lambda: np.copyto(copy, block)}
             order = list(pair) if number % 2 else list(reversed(pair))
             speeds = {each: block.nbytes / 1e9 / _seconds(pair[each]) for each in order}
-            samples.append({**speeds, "ratio": block.nbytes / size})
+            samples.append({**speeds, "ratio": block.nbytes / encoded.nbytes})
         found.append(
             Row(
                 name=f"{codec.name} {name}, {form.layout.dtype} ÷ memory copy",
