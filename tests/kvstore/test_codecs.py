@@ -3,7 +3,7 @@
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
+from cluster.config import ConfigError, PoolConfig, load_config
 from cluster.model import PACKAGE, cache_folder
 from kvstore.codecs.at_rest import AtRest
 from kvstore.codecs.choice import CODECS, LOSSLESS, CodecSpeed, codec_named, measure
@@ -139,6 +140,15 @@ def test_a_form_whose_halves_disagree_is_refused() -> None:
 def test_an_unknown_encoding_is_refused() -> None:
     with pytest.raises(ValueError, match="no codec 'int8'; this version knows identity, int8-token-head-1"):
         codec_named("int8")
+
+
+def test_the_configuration_names_them_all() -> None:
+    assert get_args(PoolConfig.model_fields["codec"].annotation) == tuple(CODECS)
+    assert load_config(environ={}).pool.codec == LOSSLESS.name
+    with pytest.raises(
+        ConfigError, match="pool: .*codec int8-token-head-1 is for blocks on the SSD: set ssd_dir too"
+    ):
+        load_config(flags={"pool": {"codec": INT8.name}}, environ={})
 
 
 # -- int8 -----------------------------------------------------------------------------------------------------------
