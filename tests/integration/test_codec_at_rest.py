@@ -20,7 +20,7 @@ SHAPE = PageShape(BLOCK, 2, 32, "float32")  # the tiny model's, a page a block
 LAYERS = 3
 RATIO = 4 * 32 / (32 + 4)
 """A row of 32 floats becomes 32 bytes and a scale."""
-ONE = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True}
+SHORT = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 Floats = npt.NDArray[np.float32]
 
 
@@ -28,13 +28,13 @@ def test_int8_at_rest(tiny: Path, tmp_path: Path, short_folder: Callable[[], Pat
     pool = {"dram_bytes": 16 << 20, "ssd_dir": tmp_path / "ssd", "codec": "int8-token-head-1"}
     prompt = [*tokens(5, BLOCKS * BLOCK), 7]
     with running(small_config(tiny, pool=pool), short_folder()) as client:
-        cold = client.complete({"prompt": prompt, "params": ONE})
+        cold = client.complete({"prompt": prompt, "params": SHORT})
         on_ssd(client, BLOCKS)
         written = kv_by_name(client)
         assert len(written) == BLOCKS
         assert client.drop("node-0", "dram") == BLOCKS
         computed = client.prefill_status()["computed_prompt_tokens"]
-        warm = client.complete({"prompt": prompt, "params": ONE})
+        warm = client.complete({"prompt": prompt, "params": SHORT})
         status = client.node_status()
         assert (status.fetched_ssd_blocks, status.ssd_corrupt, status.ssd_refused) == (BLOCKS, 0, 0)
         assert client.prefill_status()["computed_prompt_tokens"] - computed == 1
@@ -51,6 +51,7 @@ def test_int8_at_rest(tiny: Path, tmp_path: Path, short_folder: Callable[[], Pat
         bound = error_bound(np.abs(before).max(axis=-1), "float32")[..., None]
         assert (np.abs(after.astype(np.float64) - before) <= bound).all()
         assert not np.array_equal(after, before), "it was not encoded"
+    print("LOGPROBS", cold.logprobs, warm.logprobs, cold.token_ids, warm.token_ids)
     assert warm.token_ids == cold.token_ids
     assert warm.logprobs == pytest.approx(cold.logprobs, abs=LOGPROB_OFF)
 

@@ -146,7 +146,7 @@ def test_the_configuration_names_them_all() -> None:
     assert get_args(PoolConfig.model_fields["codec"].annotation) == tuple(CODECS)
     assert load_config(environ={}).pool.codec == LOSSLESS.name
     with pytest.raises(
-        ConfigError, match="pool: .*codec int8-token-head-1 is for blocks on the SSD: set ssd_dir too"
+        ConfigError, match=r"pool: .*codec int8-token-head-1 is for blocks on the SSD: set ssd_dir too"
     ):
         load_config(flags={"pool": {"codec": INT8.name}}, environ={})
 
