@@ -21,6 +21,8 @@ LAYERS = 3
 RATIO = 4 * 32 / (32 + 4)
 """A row of 32 floats becomes 32 bytes and a scale."""
 SHORT = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
+LOGPROB_OFF = 0.1
+"""Of 8 tokens of the tiny model, whose attention is sharper than a real one's; 0.036 was measured."""
 Floats = npt.NDArray[np.float32]
 
 
@@ -51,13 +53,9 @@ def test_int8_at_rest(tiny: Path, tmp_path: Path, short_folder: Callable[[], Pat
         bound = error_bound(np.abs(before).max(axis=-1), "float32")[..., None]
         assert (np.abs(after.astype(np.float64) - before) <= bound).all()
         assert not np.array_equal(after, before), "it was not encoded"
-    print("LOGPROBS", cold.logprobs, warm.logprobs, cold.token_ids, warm.token_ids)
     assert warm.token_ids == cold.token_ids
+    assert warm.logprobs != cold.logprobs, "the engine did not use what came from the SSD"
     assert warm.logprobs == pytest.approx(cold.logprobs, abs=LOGPROB_OFF)
-
-
-LOGPROB_OFF = 0.05
-"""Measured: ."""
 
 
 def on_ssd(client: Client, blocks: int) -> None:
