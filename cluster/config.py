@@ -103,6 +103,10 @@ class PoolConfig(_Part):
     eviction: Literal["cost_aware", "lru", "lfu", "length_aware", "s3fifo"] = Field(
         "cost_aware", description="which blocks leave DRAM and SSD first"
     )
+    codec: Literal["identity", "int8-token-head-1"] = Field(
+        "identity",
+        description="how blocks lie on the SSD; int8 is a quarter of float32, half of bfloat16, and not exact",
+    )
     handoff_lease_s: float = Field(
         30.0, gt=0, description="how long prefilled KV waits for its decode engine"
     )
@@ -111,6 +115,12 @@ class PoolConfig(_Part):
     )
     transfer: TransferConfig = TransferConfig()
     verify: bool = Field(True, description="readers check epoch, name and checksum (off only in tests)")
+
+    @model_validator(mode="after")
+    def _codec_has_a_disk(self) -> "PoolConfig":
+        if self.codec != "identity" and self.ssd_dir is None:
+            raise ValueError(f"codec {self.codec} is for blocks on the SSD: set ssd_dir too")
+        return self
 
 
 class GatewayConfig(_Part):

@@ -16,7 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +24,9 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from kvstore.codecs.at_rest import AtRest
+from kvstore.codecs.choice import LOSSLESS, codec_named
+from kvstore.codecs.codec import BlockForm
 from kvstore.core.blocks import BlockHash, KVLayout, NodeId, RequestId, Tier, WorkerId
 from kvstore.core.slots import Fenced, NoRoom, SlotPool, SlotRef
 from kvstore.core.tiers import TierConfig, TierLimits, TierMachine
@@ -37,7 +40,7 @@ from kvstore.transfer import kv_pb2 as pb
 from kvstore.transfer.choice import Neighbours
 from kvstore.transfer.grpc_link import KINDS, Kind, PeerSource
 from kvstore.transfer.kv_pb2_grpc import KVNodeServicer, add_KVNodeServicer_to_server
-from kvstore.transfer.messages import block_hashes_from, layout_from, slot_list
+from kvstore.transfer.messages import block_hashes_from, layout_from, permutation_from, slot_list
 from kvstore.transfer.nixl_link import LazyMemory
 from kvstore.transfer.probe import Probe
 from kvstore.transfer.serve_reads import BulkListener, Offer, ReadService
@@ -59,9 +62,10 @@ class NodeConfig:
     """`arena_dir` is where the arena file goes (a tmpfs), `dram_bytes` its size, `address` what gRPC listens on.
 
     `ssd_dir` is the folder of the SSD tier, which may take `ssd_bytes`; None is no such tier. `ssd_admission` and
-    `eviction` are names in `kvstore.core`; admissions within a budget write `ssd_write_bytes_per_s`. `links` may be used
-    to read from other nodes and are offered to them. Where there is a `peer_address` (host:port), other nodes read
-    there, and nothing else is served there; `tls` is for it, and for such addresses of other nodes.
+    `eviction` are names in `kvstore.core`; admissions within a budget write `ssd_write_bytes_per_s`. `codec` is how blocks
+    lie on the SSD, a name in `kvstore.codecs.choice`. `links` may be used to read from other nodes and are offered to
+    them. Where there is a `peer_address` (host:port), other nodes read there, and nothing else is served there; `tls` is
+    for it, and for such addresses of other nodes.
     """
 
     node_id: NodeId
@@ -73,6 +77,7 @@ class NodeConfig:
     ssd_admission: str = "all"
     ssd_write_bytes_per_s: float = inf
     eviction: str = "cost_aware"
+    codec: str = LOSSLESS.name
     links: tuple[Kind, ...] = KINDS
     peer_address: str = ""
     tls: TlsConfig | None = None
@@ -118,6 +123,8 @@ class KVNode(KVNodeServicer):
         self._pool: SlotPool | None = None
         self._fetcher: Fetcher | None = None
         self._tiering: Tiering | None = None
+        self._coding: AtRest | None = None
+        """How blocks lie on the SSD, where that is not as they lie in the arena; as the first worker has them."""
         self._announced: dict[BlockHash, Tier] = {}
         """What this node holds, and where, as it was published."""
         self._neighbours: Neighbours | None = None
@@ -191,8 +198,11 @@ class KVNode(KVNodeServicer):
     async def Attach(self, request: pb.AttachRequest, context: Context) -> pb.AttachReply:
         try:
             layout = layout_from(request.layout)
+            coding = await self._coding_with(request, layout, context)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"worker {request.worker_id}: {error}")
+        if self._arena is None:
+            self._coding = coding
         try:
             arena = self._arena or self._open(layout)
         except (OSError, ValueError) as error:
@@ -204,6 +214,12 @@ class KVNode(KVNodeServicer):
                 f"worker {request.worker_id} has KV layout {layout}, this node's arena has {mine}: "
                 "prefill and decode engines on one node must share model, dtype, block size and parallelism",
             )
+        if _packing(coding) != _packing(self._coding):
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"worker {request.worker_id} packs the elements of a page as {_packing(coding)}, this node's other workers "
+                f"as {_packing(self._coding)}: {self._config.codec} could not give each its own back",
+            )
         await self._join(WorkerId(request.worker_id), request.pids, context)
         return pb.AttachReply(
             arena_path=str(arena.path),
@@ -211,6 +227,21 @@ class KVNode(KVNodeServicer):
             node_id=self._config.node_id,
             pid=os.getpid(),
         )
+
+    async def _coding_with(
+        self, request: pb.AttachRequest, layout: KVLayout, context: Context
+    ) -> AtRest | None:
+        """The node's codec on this worker's blocks. Raises ValueError for elements that cannot lie as it says."""
+        codec, theirs = codec_named(self._config.codec), request.codec or LOSSLESS.name
+        if theirs != codec.name:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"worker {request.worker_id} has pool.codec {theirs}, this node {codec.name}: blocks of two precisions "
+                "never share a pool",
+            )
+        if codec is LOSSLESS:
+            return None
+        return AtRest(BlockForm(layout, permutation_from(request.packing, layout)), codec)
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> pb.Empty:
         life = await self._life(request.worker_id, context)
@@ -260,14 +291,17 @@ class KVNode(KVNodeServicer):
     def _open_ssd(self, folder: Path, pool: SlotPool, arena: Arena) -> Tiering:
         """Raises OSError when the folder cannot be had, ValueError when the quota holds no block."""
         form, quota_bytes = FileForm.raw(arena.shape.layout), self._config.ssd_bytes
+        coding = self._coding
+        if coding is not None:
+            form = replace(form, encoding=coding.codec.name, segment_bytes=coding.encoded_segment_bytes)
         tiers = TierConfig(
             TierLimits(quota_bytes // form.file_bytes, self._config.eviction),
             admission=self._config.ssd_admission,
             write_bytes_per_s=self._config.ssd_write_bytes_per_s,
             block_bytes=form.file_bytes,
         )
-        ssd = SsdTier.open(folder, form, quota_bytes=quota_bytes)
-        return Tiering(TierMachine(tiers), ssd, pool, arena, self._announce)
+        ssd = SsdTier.open(folder, form, quota_bytes=quota_bytes, coding=coding)
+        return Tiering(TierMachine(tiers), ssd, pool, arena, self._announce, coding)
 
     async def _join(self, worker: WorkerId, pids: Sequence[int], context: Context) -> None:
         """A new life of the worker, unless the caller belongs to the present one."""
@@ -594,6 +628,9 @@ class KVNode(KVNodeServicer):
             if self._tiering is not None:
                 status.ssd_blocks = len(self._tiering.machine.names())
                 status.ssd_corrupt = self._tiering.ssd.counters.corrupt
+                status.ssd_refused = self._tiering.ssd.counters.refused
+                status.ssd_block_bytes = self._tiering.ssd.file_bytes
+                status.ssd_codec = self._config.codec
             status.block_bytes = self._arena.shape.layout.block_bytes
         if self._neighbours is not None:
             status.rejected_segments = self._neighbours.rejected_segments
@@ -708,6 +745,10 @@ class _ForPeers(KVNodeServicer):
 
 def _no_room(found: NoRoom) -> str:
     return f"{found.wanted} slots wanted, {found.available} can be freed: the rest is leased or being written"
+
+
+def _packing(coding: AtRest | None) -> str:
+    return coding.form.permutation.fingerprint() if coding is not None else ""
 
 
 def _lives(pidfd: int) -> bool:

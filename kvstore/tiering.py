@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.codecs.at_rest import AtRest
 from kvstore.core.blocks import BlockHash, RequestId, Tier
 from kvstore.core.slots import SlotPool, SlotRef
 from kvstore.core.tiers import (
@@ -51,6 +52,7 @@ class Tiering:
         pool: SlotPool,
         arena: Arena,
         changed: Callable[[Iterable[BlockHash]], None],
+        coding: AtRest | None = None,
     ) -> None:
         self.machine = machine
         self.ssd = ssd
@@ -59,6 +61,8 @@ class Tiering:
         self._changed = changed
         self._tasks: set[asyncio.Task[None]] = set()
         self._spawn(self._scan())
+        if coding is not None:
+            self._spawn(_tell_speed(coding))
 
     # -- what the node tells --------------------------------------------------------------------------------
 
@@ -179,3 +183,16 @@ class Tiering:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def _tell_speed(coding: AtRest) -> None:
+    speed = await asyncio.to_thread(coding.speed)
+    logger.info(
+        "codec %s: encodes %.2f GB/s of raw KV and decodes %.2f, to a size %.2f times smaller; between nodes it would pay on "
+        "links below %.2f GB/s",
+        coding.codec.name,
+        speed.encode_bytes_per_s / 1e9,
+        speed.decode_bytes_per_s / 1e9,
+        speed.ratio,
+        speed.pays_below_bytes_per_s / 1e9,
+    )

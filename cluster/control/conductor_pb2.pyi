@@ -42,10 +42,13 @@ class Description(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    PRECISION_FIELD_NUMBER: _builtins.int
     model_fingerprint: _builtins.str
     dtype: _builtins.str
     block_tokens: _builtins.int
     max_model_len: _builtins.int
+    precision: _builtins.str
+    """the family of all chains of this cluster"""
     def __init__(
         self,
         *,
@@ -53,10 +56,11 @@ class Description(_message.Message):
         dtype: _builtins.str = ...,
         block_tokens: _builtins.int = ...,
         max_model_len: _builtins.int = ...,
+        precision: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "dtype", b"dtype", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "dtype", b"dtype", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "precision", b"precision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -199,15 +199,11 @@ class Driver:
                 self._joined(member)
 
     def _foreign(self, member: Member) -> bool:
-        """Does it serve another model, or in other blocks, than those who are here? Then it is left out."""
+        """Does it serve another model, or in blocks of other names, than those who are here? Then it is left out."""
         if member.role == "node" or not self._has_workers():
             return False
         here = self.described()
-        same = (member.fingerprint, member.dtype, member.block_tokens) == (
-            here.fingerprint,
-            here.dtype,
-            here.block_tokens,
-        )
+        same = _serves(member) == _serves(here)
         if not same and member.incarnation not in self._refused:
             self._refused.add(member.incarnation)
             logger.error("%s is left out: it serves %s, the cluster %s", member.id, member, here)
@@ -327,6 +323,11 @@ class Driver:
 
     def _wake(self, at_s: float) -> None:
         self._handle(Timer(at_s=at_s))
+
+
+def _serves(member: Member) -> tuple[str, str, str, int]:
+    """What names its blocks."""
+    return member.fingerprint, member.dtype, member.precision, member.block_tokens
 
 
 def _snapshot(node: NodeId, message: kv.BlockEvents) -> NodeSnapshot:

@@ -258,6 +258,7 @@ class LocalCluster:
                 ssd_admission=pool.ssd_admission,
                 ssd_write_bytes_per_s=pool.ssd_write_mib_s * MiB,
                 eviction=pool.eviction,
+                codec=pool.codec,
                 links=cast("tuple[Kind, ...]", transfer.kinds),
                 peer_address=_free_address(transfer.tcp_host) if transfer.tcp_host else "",
                 tls=_tls(transfer),

@@ -25,7 +25,10 @@ def inspect(name: str, address: str, tier: str) -> str:
                 f"{status.leased} are leased, {status.filling + status.draining} are being written; "
                 f"{status.evictions} evictions"
             ),
-            f"  ssd   {status.ssd_blocks} blocks ({status.ssd_blocks * block_mib:.0f} MiB)",
+            (
+                f"  ssd   {status.ssd_blocks} blocks ({status.ssd_blocks * status.ssd_block_bytes / _MIB:.0f} MiB)"
+                + (f" as {status.ssd_codec}, which refused {status.ssd_refused}" if status.ssd_codec else "")
+            ),
             (
                 f"  brought here: {status.fetched_ssd_blocks} from the ssd, {status.fetched_peer_blocks} from other nodes; "
                 f"{status.fetch_failed_blocks} did not come"

@@ -33,6 +33,7 @@ class ConductorService(ConductorServicer):
             dtype=member.dtype,
             block_tokens=member.block_tokens,
             max_model_len=member.max_model_len,
+            precision=member.precision,
         )
 
     async def Decide(self, request: pb.Event, context: Context) -> pb.Decision:

@@ -521,6 +521,7 @@ def _chain(
         model=description.model_fingerprint,
         dtype=description.dtype,
         block_tokens=description.block_tokens,
+        precision=description.precision,
         tenant_salt=salt.encode(),
     ).digest()
     return root, tuple(block_hashes(root, request.token_ids, description.block_tokens))

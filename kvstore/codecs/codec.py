@@ -3,8 +3,8 @@
 A codec works on segments (one layer of one block), so that what is followed, checksummed and loaded layer by layer can
 be encoded and decoded layer by layer too. The size of an encoded segment follows from the block's form alone.
 
-A lossy codec is part of a block's name. Its `precision` is the family in the chain's root, so that what was computed on
-top of lossy blocks never meets an exact chain; `kvstore/codecs/choice.py` has the rule.
+A lossy codec is part of a block's name: its `precision` is the family in the chain's root, so that neither its blocks
+nor what was computed on top of them ever meet an exact chain, or one of another lossy codec.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class BlockForm:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """These values are beyond the codec's promise; the block is kept lossless."""
+    """These values are beyond the codec's promise: the block is not stored."""
 
     reason: str
 
@@ -51,8 +51,8 @@ class Codec(Protocol):
     def precision(self) -> str:
         """The family of chains that may hold what this codec gives back; `exact` for a lossless one."""
 
-    def encoded_bytes(self, form: BlockForm) -> int:
-        """The size of an encoded block: `layers` segments of equal size."""
+    def segment_bytes(self, form: BlockForm) -> int:
+        """The size of an encoded segment."""
 
     def encode(self, form: BlockForm, segments: Bytes, out: Bytes) -> Refusal | None:
         """[n, segment_bytes] into `out` [n, encoded segment bytes]; after a refusal `out` means nothing.

@@ -11,8 +11,8 @@ class Identity:
     lossy = False
     precision = "exact"
 
-    def encoded_bytes(self, form: BlockForm) -> int:
-        return form.layout.block_bytes
+    def segment_bytes(self, form: BlockForm) -> int:
+        return form.layout.segment_bytes
 
     def encode(self, form: BlockForm, segments: Bytes, out: Bytes) -> Refusal | None:
         self._copy(form, ("segments", segments), ("encoded", out))

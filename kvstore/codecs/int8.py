@@ -39,12 +39,13 @@ class Int8:
     lossy = True
     precision = "int8-token-head-1"
 
-    def encoded_bytes(self, form: BlockForm) -> int:
-        return form.layout.layers * _segment_bytes(form)
+    def segment_bytes(self, form: BlockForm) -> int:
+        shape = form.permutation.shape
+        return 2 * form.layout.block_tokens * shape.heads * (_SCALE.itemsize + shape.head_dim)
 
     def encode(self, form: BlockForm, segments: Bytes, out: Bytes) -> Refusal | None:
         check_segments("segments", segments, form.layout.segment_bytes)
-        check_segments("encoded", out, _segment_bytes(form), len(segments))
+        check_segments("encoded", out, self.segment_bytes(form), len(segments))
         dtype = form.layout.dtype
         for layer, (segment, target) in enumerate(zip(segments, out, strict=True)):  # a layer fits the cache
             elements = form.permutation.channels(segment.reshape(form.layout.pieces, -1))
@@ -62,7 +63,7 @@ class Int8:
         return None
 
     def decode(self, form: BlockForm, encoded: Bytes, out: Bytes) -> None:
-        check_segments("encoded", encoded, _segment_bytes(form))
+        check_segments("encoded", encoded, self.segment_bytes(form))
         check_segments("segments", out, form.layout.segment_bytes, len(encoded))
         for layer, (source, segment) in enumerate(zip(encoded, out, strict=True)):
             scales, quantised = _parts(form, source)
@@ -104,11 +105,6 @@ def from_float32(values: Floats, dtype: str) -> Elements:
     if dtype == "float16":
         return values.astype(np.float16).view(np.uint16)
     return values.view(np.uint32)
-
-
-def _segment_bytes(form: BlockForm) -> int:
-    shape = form.permutation.shape
-    return 2 * form.layout.block_tokens * shape.heads * (_SCALE.itemsize + shape.head_dim)
 
 
 def _parts(form: BlockForm, encoded: Bytes) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int8]]:

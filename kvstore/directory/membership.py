@@ -22,6 +22,7 @@ class Member:
     pid: int
     fingerprint: str = ""
     dtype: str = ""
+    precision: str = "exact"
     block_tokens: int = 0
     kv_bytes_per_token: int = 0
     max_model_len: int = 0

@@ -17,9 +17,10 @@ from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from kvstore.codecs.choice import LOSSLESS
 from kvstore.core.blocks import KVLayout, WorkerId
 from kvstore.engine.fingerprint import model_fingerprint, weights_folder
-from kvstore.engine.launch import Role, engine_args, kv_layout, with_connector
+from kvstore.engine.launch import Role, engine_args, kv_layout, page_packing, with_connector
 from kvstore.engine.plan import KVPlan
 from kvstore.engine.settings import WorkerSettings
 from kvstore.engine.spawned import as_main_of_children
@@ -27,7 +28,7 @@ from kvstore.engine.stats import COUNTED, PREFIX
 from kvstore.tiers.dram import Arena, ArenaShape
 from kvstore.transfer import kv_pb2 as pb
 from kvstore.transfer.kv_pb2_grpc import KVNodeStub
-from kvstore.transfer.messages import layout_message
+from kvstore.transfer.messages import layout_message, packing_message
 from kvstore.transfer.server import OPTIONS
 
 if TYPE_CHECKING:
@@ -128,10 +129,15 @@ class Engine:
         layout = kv_layout(args, settings.pool.block_tokens)
         channel = grpc.aio.insecure_channel(settings.node_address, options=OPTIONS)
         node = KVNodeStub(channel)
-        attached = await node.Attach(
-            pb.AttachRequest(worker_id=settings.worker_id, layout=layout_message(layout), pids=[os.getpid()]),
-            wait_for_ready=True,
+        request = pb.AttachRequest(
+            worker_id=settings.worker_id,
+            layout=layout_message(layout),
+            pids=[os.getpid()],
+            codec=settings.pool.codec,
         )
+        if settings.pool.codec != LOSSLESS.name:
+            request.packing.CopyFrom(packing_message(page_packing(args, layout)))
+        attached = await node.Attach(request, wait_for_ready=True)
         path, shape = Path(attached.arena_path), ArenaShape(layout, attached.slots)
         with as_main_of_children():
             llm = AsyncLLM.from_engine_args(

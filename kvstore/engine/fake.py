@@ -29,13 +29,14 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import RequestStateStats
 
+from kvstore.codecs.pages import PageShape, Permutation
 from kvstore.core.blocks import KVLayout, RequestId, WorkerId
 from kvstore.engine.engine import EngineCounters
 from kvstore.engine.plan import KVPlan, LoadReport, PlannedBlock
 from kvstore.tiers.dram import Arena, ArenaShape
 from kvstore.transfer import kv_pb2 as pb
 from kvstore.transfer.kv_pb2_grpc import KVNodeStub
-from kvstore.transfer.messages import layout_message
+from kvstore.transfer.messages import layout_message, packing_message
 from kvstore.transfer.server import OPTIONS
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class FakeEngine:
         layout: KVLayout,
         fingerprint: str = "fake",
         *,
+        codec: str = "identity",
         prefill_token_s: float = 0.0,
         decode_step_s: float = 0.0,
         chunk_tokens: int = 512,
@@ -122,7 +124,13 @@ class FakeEngine:
         node, process = KVNodeStub(channel), _process()
         try:
             attached = await node.Attach(
-                pb.AttachRequest(worker_id=worker_id, layout=layout_message(layout), pids=[process.pid]),
+                pb.AttachRequest(
+                    worker_id=worker_id,
+                    layout=layout_message(layout),
+                    pids=[process.pid],
+                    codec=codec,
+                    packing=packing_message(_in_order(layout)),
+                ),
                 wait_for_ready=True,
             )
             await node.Watch(pb.WatchRequest(worker_id=worker_id, pids=[], fingerprint=fingerprint))
@@ -397,6 +405,13 @@ def _completion(index: int, token_ids: list[int], finished: bool) -> CompletionO
         logprobs=None,
         finish_reason="length" if finished else None,
     )
+
+
+def _in_order(layout: KVLayout) -> Permutation:
+    """One head, one element after the other: an order as good as any."""
+    one = PageShape(layout.page_tokens, 1, 1, layout.dtype)
+    shape = replace(one, head_dim=layout.page_bytes // one.page_bytes)
+    return Permutation(shape, np.arange(shape.elements).reshape(shape.logical))
 
 
 def _empty(layout: KVLayout, tokens: int) -> KV:

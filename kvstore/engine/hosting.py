@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import grpc
 
+from kvstore.codecs.choice import codec_named
 from kvstore.directory.membership import Member
 from kvstore.directory.presence import Presence
 from kvstore.directory.redis_directory import RedisDirectory, connect
@@ -54,6 +55,7 @@ def _member(settings: WorkerSettings, role: Role, engine: Engine) -> Member:
         pid=os.getpid(),
         fingerprint=engine.fingerprint,
         dtype=engine.dtype,
+        precision=codec_named(settings.pool.codec).precision,
         block_tokens=layout.block_tokens,
         kv_bytes_per_token=layout.block_bytes // layout.block_tokens,
         max_model_len=engine.max_model_len,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from cluster.config import EngineConfig
+from kvstore.codecs.pages import PageShape, Permutation
 from kvstore.core.blocks import KVLayout
 
 if TYPE_CHECKING:
@@ -133,6 +134,21 @@ def kv_layout(args: "AsyncEngineArgs", block_tokens: int) -> KVLayout:
         dtype=str(dtype).removeprefix("torch."),
         packing=f"{_packing(dtype, page_tokens, model.get_head_size())}-tp{args.tensor_parallel_size}",
     )
+
+
+def page_packing(args: "AsyncEngineArgs", layout: KVLayout) -> Permutation:
+    """Where an engine with these arguments puts each element in a page: learned here, before it starts.
+
+    Raises `kvstore.engine.layout.LayoutError` where it cannot be learned.
+    """
+    from vllm.platforms import current_platform
+
+    from kvstore.engine.layout import learn
+
+    head_dim = args.create_model_config().get_head_size()
+    one_head = PageShape(layout.page_tokens, 1, head_dim, layout.dtype)
+    shape = PageShape(layout.page_tokens, layout.page_bytes // one_head.page_bytes, head_dim, layout.dtype)
+    return learn(shape, "cpu" if current_platform.is_cpu() else "cuda")
 
 
 def _packing(dtype: Any, page_tokens: int, head_size: int) -> str:

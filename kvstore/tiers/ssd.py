@@ -18,6 +18,10 @@ layout, encoding) serve nobody while this tier runs. They count against the quot
 earlier configuration's blocks are there again if one goes back to it soon, and never keep the disk full. Until a
 scan has ended, files that it has not come to are not counted.
 
+**Encoding.** With a `Coding` the files hold encoded segments, with checksums of their own. A block is encoded and decoded in
+the tier's threads, between a thread's buffer and the slot. What was encoded must be what the block's writer sealed,
+and what is decoded must be what was encoded; the decoded segments are summed anew.
+
 Two operations on one block at once may end in a miss, or in the file of either, never in wrong bytes.
 """
 
@@ -36,7 +40,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +57,20 @@ _TEMPORARY = ".part"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
+class Coding(Protocol):
+    """How blocks lie in files, where that is not as they lie in slots. Its methods run in the tier's threads."""
+
+    @property
+    def segment_bytes(self) -> int:
+        """Of a segment as it lies in a slot."""
+
+    def encode(self, block: Payload, out: Payload) -> str:
+        """[layers, segment_bytes] into `out`, as the file has them. Returns why it refuses the block; empty: it is done."""
+
+    def decode(self, encoded: Payload, out: Payload) -> None:
+        """The way back. Raises ValueError for bytes that no encoder wrote."""
+
+
 @dataclass(frozen=True, slots=True)
 class Written:
     file_bytes: int
@@ -60,15 +78,18 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class NotWritten:
-    """`full`: there is no room on the disk, or within the quota; otherwise the disk refused for another reason."""
+    """`full`: there is no room on the disk, or within the quota; `refused`: its encoding is not for these values.
+    Otherwise the disk failed, or the block was not any more what its writer sealed.
+    """
 
     reason: str
-    full: bool
+    full: bool = False
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The block is in the buffer, each segment verified; `sums` are the segments' checksums, one a layer."""
+    """The block is in the buffer, each segment verified; `sums` are the checksums of what is there, one a layer."""
 
     sums: npt.NDArray[np.uint64]
 
@@ -94,6 +115,7 @@ class SsdCounters:
     read_bytes: int = 0
     corrupt: int = 0
     full: int = 0
+    refused: int = 0
     failed: int = 0
 
 
@@ -121,10 +143,18 @@ class SsdTier:
     """
 
     def __init__(
-        self, folder: Path, form: FileForm, lock: BinaryIO, threads: int, quota_bytes: int | None
+        self,
+        folder: Path,
+        form: FileForm,
+        lock: BinaryIO,
+        threads: int,
+        quota_bytes: int | None,
+        coding: Coding | None,
     ) -> None:
         self.folder = folder
         self.form = form
+        self._coding = coding
+        self._shape = (form.layers, coding.segment_bytes if coding is not None else form.segment_bytes)
         self.file_bytes = form.file_bytes
         """Of every block's file."""
         self.quota_bytes = quota_bytes
@@ -144,11 +174,16 @@ class SsdTier:
 
     @classmethod
     def open(
-        cls, folder: Path, form: FileForm, threads: int = 4, quota_bytes: int | None = None
+        cls,
+        folder: Path,
+        form: FileForm,
+        threads: int = 4,
+        quota_bytes: int | None = None,
+        coding: Coding | None = None,
     ) -> "SsdTier":
         """Takes the folder for this process. Raises OSError naming it when another node has it, or it is no folder.
 
-        Without a quota the disk's own size is the limit.
+        Without a quota the disk's own size is the limit. `form` is that of the files; without `coding` it is the slots' too.
         """
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -161,7 +196,7 @@ class SsdTier:
             lock.close()
             raise OSError(error.errno, f"ssd folder {folder} belongs to another node that runs") from error
         try:
-            tier = cls(folder, form, lock, threads, quota_bytes)
+            tier = cls(folder, form, lock, threads, quota_bytes, coding)
             tier._prepare()
         except OSError as error:
             lock.close()
@@ -285,9 +320,10 @@ class SsdTier:
                 self._held.add(name)
                 self.counters.writes += 1
                 self.counters.written_bytes += file_bytes
-            case NotWritten(_, full):
+            case NotWritten(_, full, refused):
                 self.counters.full += full
-                self.counters.failed += not full
+                self.counters.refused += refused
+                self.counters.failed += not (full or refused)
 
     def _note_read(self, name: BlockHash, result: Loaded | Missed) -> None:
         match result:
@@ -300,9 +336,8 @@ class SsdTier:
                 self.counters.corrupt += corrupt
 
     def _check(self, payload: Payload) -> None:
-        shape = (self.form.layers, self.form.segment_bytes)
-        if payload.shape != shape or payload.dtype != np.uint8 or not payload.flags.c_contiguous:
-            raise ValueError(f"{payload.dtype}{payload.shape} is not one run of uint8{shape}")
+        if payload.shape != self._shape or payload.dtype != np.uint8 or not payload.flags.c_contiguous:
+            raise ValueError(f"{payload.dtype}{payload.shape} is not one run of uint8{self._shape}")
 
     # -- in the tier's threads ------------------------------------------------------------------------------
 
@@ -320,9 +355,12 @@ class SsdTier:
         temporary = self._unfinished / f"{name.hex()}.{next(self._numbers)}{_TEMPORARY}"
         try:
             _delete(victims)
+            content = self._filled(name, payload, sums)
+            if isinstance(content, NotWritten):
+                return content
             path.parent.mkdir(exist_ok=True)
             with self._file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
-                _whole(os.pwritev, file, self._filled(name, payload, sums))
+                _whole(os.pwritev, file, content)
             temporary.rename(path)
         except OSError as error:
             with suppress(OSError):
@@ -356,27 +394,50 @@ class SsdTier:
         wrong = form.wrong(name, header)
         if wrong:
             return Missed(wrong, corrupt=True)
+        held = payload if straight else self._payload_of(buffer)
         if not straight:
-            end = form.header_bytes + form.payload_bytes
-            if bytes(buffer[end:]).strip(b"\0"):
+            if bytes(buffer[form.header_bytes + form.payload_bytes :]).strip(b"\0"):
                 return Missed("something follows the payload", corrupt=True)
-            _bytes(payload)[:] = buffer[form.header_bytes : end]
+            if self._coding is None:
+                payload[:] = held
+                held = payload
         sums = form.sums(header)
-        for layer, wanted in enumerate(sums.tolist()):
-            if segment_sum(payload[layer], name, layer) != wanted:
-                return Missed(f"layer {layer} does not verify", corrupt=True)
-        return Loaded(sums)
+        if (layer := _spoilt(held, name, sums)) is not None:
+            return Missed(f"layer {layer} does not verify", corrupt=True)
+        if self._coding is None:
+            return Loaded(sums)
+        try:
+            self._coding.decode(held, payload)
+        except ValueError as error:
+            return Missed(str(error), corrupt=True)
+        return Loaded(_sums(payload, name))
 
-    def _filled(self, name: BlockHash, payload: Payload, sums: npt.NDArray[np.uint64]) -> list[memoryview]:
+    def _filled(
+        self, name: BlockHash, payload: Payload, sums: npt.NDArray[np.uint64]
+    ) -> list[memoryview] | NotWritten:
         """What the file is to hold, in buffers that may be written as the tier writes."""
         form, buffer = self.form, self._buffer()
+        held = self._payload_of(buffer)
+        if self._coding is not None:
+            if refused := self._coding.encode(payload, held):
+                return NotWritten(refused, refused=True)
+            if (layer := _spoilt(payload, name, sums)) is not None:
+                return NotWritten(f"layer {layer} does not verify in DRAM")
+            sums = _sums(held, name)
         buffer[: form.header_bytes] = form.header(name, sums)
         if self._straight(payload):
             return [buffer[: form.header_bytes], _bytes(payload)]
+        if self._coding is None:
+            held[:] = payload
         end = form.header_bytes + form.payload_bytes
-        buffer[form.header_bytes : end] = _bytes(payload)
         buffer[end:] = bytes(form.file_bytes - end)
         return [buffer]
+
+    def _payload_of(self, buffer: memoryview) -> Payload:
+        """The payload's place in a buffer of a file's size."""
+        form = self.form
+        found = np.frombuffer(buffer, np.uint8, form.payload_bytes, form.header_bytes)
+        return found.reshape(form.layers, form.segment_bytes)
 
     def _scan(self, folder: Path) -> _Scanned:
         names: list[BlockHash] = []
@@ -404,8 +465,10 @@ class SsdTier:
 
     def _straight(self, payload: Payload) -> bool:
         """May the payload be moved between file and slot without a copy?"""
-        return self.form.payload_bytes % PAGE_BYTES == 0 and (
-            not self.direct or payload.ctypes.data % PAGE_BYTES == 0
+        return (
+            self._coding is None
+            and self.form.payload_bytes % PAGE_BYTES == 0
+            and (not self.direct or payload.ctypes.data % PAGE_BYTES == 0)
         )
 
     def _buffer(self) -> memoryview:
@@ -428,6 +491,16 @@ class SsdTier:
 
 def _bytes(payload: Payload) -> memoryview:
     return payload.reshape(-1).data
+
+
+def _sums(payload: Payload, name: BlockHash) -> npt.NDArray[np.uint64]:
+    return np.array([segment_sum(row, name, layer) for layer, row in enumerate(payload)], np.uint64)
+
+
+def _spoilt(payload: Payload, name: BlockHash, sums: npt.NDArray[np.uint64]) -> int | None:
+    """The first layer that is not what has this checksum."""
+    wanted = enumerate(sums.tolist())
+    return next((layer for layer, one in wanted if segment_sum(payload[layer], name, layer) != one), None)
 
 
 def _whole(move: Callable[[int, list[memoryview], int], int], file: int, buffers: list[memoryview]) -> None:

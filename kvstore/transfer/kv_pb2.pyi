@@ -100,25 +100,65 @@ class AttachRequest(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     PIDS_FIELD_NUMBER: _builtins.int
+    CODEC_FIELD_NUMBER: _builtins.int
+    PACKING_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
+    codec: _builtins.str
+    """that of the node, or the worker is refused; empty: identity"""
     @_builtins.property
     def layout(self) -> Global___Layout: ...
     @_builtins.property
     def pids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def packing(self) -> Global___Packing:
+        """where the codec must see elements"""
+
     def __init__(
         self,
         *,
         worker_id: _builtins.str = ...,
         layout: Global___Layout | None = ...,
         pids: _abc.Iterable[_builtins.int] | None = ...,
+        codec: _builtins.str = ...,
+        packing: Global___Packing | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "packing", b"packing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "pids", b"pids", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec", b"codec", "layout", b"layout", "packing", b"packing", "pids", b"pids", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AttachRequest: _TypeAlias = AttachRequest  # noqa: Y015
+
+@_typing.final
+class Packing(_message.Message):
+    """Where each element of K and V lies in a page."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADS_FIELD_NUMBER: _builtins.int
+    HEAD_DIM_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    heads: _builtins.int
+    head_dim: _builtins.int
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """[2, page_tokens, heads, head_dim]"""
+
+    def __init__(
+        self,
+        *,
+        heads: _builtins.int = ...,
+        head_dim: _builtins.int = ...,
+        positions: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["head_dim", b"head_dim", "heads", b"heads", "positions", b"positions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Packing: _TypeAlias = Packing  # noqa: Y015
 
 @_typing.final
 class AttachReply(_message.Message):
@@ -803,6 +843,9 @@ class NodeStatus(_message.Message):
     SSD_CORRUPT_FIELD_NUMBER: _builtins.int
     REJECTED_SEGMENTS_FIELD_NUMBER: _builtins.int
     NEIGHBOURS_FIELD_NUMBER: _builtins.int
+    SSD_CODEC_FIELD_NUMBER: _builtins.int
+    SSD_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    SSD_REFUSED_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     slots: _builtins.int
     free: _builtins.int
@@ -827,6 +870,12 @@ class NodeStatus(_message.Message):
     """files that were not what was written"""
     rejected_segments: _builtins.int
     """came from another node with other bytes than they were sealed with"""
+    ssd_codec: _builtins.str
+    """how blocks lie there; empty: there is no SSD"""
+    ssd_block_bytes: _builtins.int
+    """of a block's file"""
+    ssd_refused: _builtins.int
+    """blocks that the codec could not keep"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -854,10 +903,13 @@ class NodeStatus(_message.Message):
         ssd_corrupt: _builtins.int = ...,
         rejected_segments: _builtins.int = ...,
         neighbours: _abc.Iterable[Global___Neighbour] | None = ...,
+        ssd_codec: _builtins.str = ...,
+        ssd_block_bytes: _builtins.int = ...,
+        ssd_refused: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "committed", b"committed", "draining", b"draining", "dropped", b"dropped", "evictions", b"evictions", "fetch_failed_blocks", b"fetch_failed_blocks", "fetched_peer_blocks", b"fetched_peer_blocks", "fetched_ssd_blocks", b"fetched_ssd_blocks", "filling", b"filling", "free", b"free", "leased", b"leased", "leases", b"leases", "leases_expired", b"leases_expired", "neighbours", b"neighbours", "node_id", b"node_id", "rejected_segments", b"rejected_segments", "slots", b"slots", "ssd_blocks", b"ssd_blocks", "ssd_corrupt", b"ssd_corrupt", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "committed", b"committed", "draining", b"draining", "dropped", b"dropped", "evictions", b"evictions", "fetch_failed_blocks", b"fetch_failed_blocks", "fetched_peer_blocks", b"fetched_peer_blocks", "fetched_ssd_blocks", b"fetched_ssd_blocks", "filling", b"filling", "free", b"free", "leased", b"leased", "leases", b"leases", "leases_expired", b"leases_expired", "neighbours", b"neighbours", "node_id", b"node_id", "rejected_segments", b"rejected_segments", "slots", b"slots", "ssd_block_bytes", b"ssd_block_bytes", "ssd_blocks", b"ssd_blocks", "ssd_codec", b"ssd_codec", "ssd_corrupt", b"ssd_corrupt", "ssd_refused", b"ssd_refused", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

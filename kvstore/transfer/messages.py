@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from kvstore.codecs.pages import PageShape, Permutation
 from kvstore.core.blocks import HASH_BYTES, BlockHash, KVLayout
 from kvstore.core.slots import SlotRef
 from kvstore.transfer import kv_pb2 as pb
@@ -28,6 +31,21 @@ def layout_from(message: pb.Layout) -> KVLayout:
         dtype=message.dtype,
         packing=message.packing,
     )
+
+
+def packing_message(permutation: Permutation) -> pb.Packing:
+    shape = permutation.shape
+    return pb.Packing(
+        heads=shape.heads, head_dim=shape.head_dim, positions=permutation.index.ravel().tolist()
+    )
+
+
+def permutation_from(message: pb.Packing, layout: KVLayout) -> Permutation:
+    """The order of elements in this layout's pages. Raises ValueError for one that cannot be."""
+    shape = PageShape(layout.page_tokens, message.heads, message.head_dim, layout.dtype)
+    if shape.page_bytes != layout.page_bytes:  # before anything of that size is made
+        raise ValueError(f"{shape} has pages of {shape.page_bytes} bytes, the layout of {layout.page_bytes}")
+    return Permutation(shape, np.array(message.positions, np.int64).reshape(shape.logical))
 
 
 def slot_list(refs: Sequence[SlotRef]) -> pb.SlotList:

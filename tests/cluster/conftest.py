@@ -27,6 +27,7 @@ from cluster.gateway.dispatch import ClusterBackend
 from cluster.gateway.request import GenerateRequest
 from decode_worker.decode_pb2_grpc import add_DecodeWorkerServicer_to_server
 from decode_worker.worker import DecodeWorker
+from kvstore.codecs.choice import codec_named
 from kvstore.core.blocks import KVLayout, NodeId, WorkerId
 from kvstore.directory.membership import Member
 from kvstore.directory.presence import Presence
@@ -113,6 +114,7 @@ class SmallCluster:
         self._requests = 0
         self._save_generated = True
         self._tls: TlsConfig | None = None
+        self._codec = "identity"
         self._parts: list[Part] = []
         self._announced: list[Part] = []
         self._channels: list[grpc.aio.Channel] = []
@@ -143,11 +145,13 @@ class SmallCluster:
         ssd_dir: Path | None,
         save_generated: bool = True,
         tls: TlsConfig | None = None,
+        codec: str = "identity",
         **engine: Any,
     ) -> None:
         """Workers are dealt out to the nodes in turn. With `tls` nodes read from each other over TCP."""
         self._save_generated = save_generated
         self._tls = tls
+        self._codec = codec
         for number in range(nodes):
             self.start_node(f"node-{number}", slots, ssd_dir)
         await self.start_conductor(scheduling)
@@ -176,6 +180,7 @@ class SmallCluster:
                 links=("inline", "bulk"),  # NIXL brings native code that not every test bears in its process
                 peer_address=peers,
                 tls=self._tls,
+                codec=self._codec,
             ),
             publish=presence.publish,
         )
@@ -209,7 +214,8 @@ class SmallCluster:
         await self._conductor.stop()
 
     async def start_worker(self, role: str, name: str, node: str = "node-0", **engine: Any) -> Worker:
-        made = await FakeEngine.start(self.address(node), WorkerId(name), LAYOUT, **engine)
+        coded = {"codec": self._codec, **engine}
+        made = await FakeEngine.start(self.address(node), WorkerId(name), LAYOUT, **coded)
         serving_stack = AsyncExitStack()
 
         def add(server: grpc.aio.Server) -> None:
@@ -233,6 +239,7 @@ class SmallCluster:
             pid=0,
             fingerprint=fingerprint,
             dtype=LAYOUT.dtype,
+            precision=codec_named(self._codec).precision,
             block_tokens=LAYOUT.block_tokens,
             kv_bytes_per_token=LAYOUT.block_bytes // LAYOUT.block_tokens,
             max_model_len=4096,
@@ -365,6 +372,7 @@ async def start(redis_url: str) -> AsyncIterator[Start]:
         scheduling: SchedulingConfig | None = None,
         ssd_dir: Path | None = None,
         save_generated: bool = True,
+        codec: str = "identity",
         **engine: Any,
     ) -> SmallCluster:
         await stop()
@@ -378,6 +386,7 @@ async def start(redis_url: str) -> AsyncIterator[Start]:
             scheduling or SchedulingConfig(),
             ssd_dir,
             save_generated,
+            codec=codec,
             **engine,
         )
         return cluster

@@ -1,6 +1,7 @@
 """Several KV nodes: KV follows its request from node to node, and blocks are found wherever they are."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -136,6 +137,47 @@ async def test_blocks_on_the_ssd_outlive_the_cluster(start: Start, tmp_path: Pat
     await after.answered_right(whole)
     assert after.computed("prefill") == 1
     assert (await status(after.node)).fetched_ssd_blocks == 8
+
+
+async def test_two_precisions_never_meet_on_one_ssd(start: Start, tmp_path: Path) -> None:
+    """Exact blocks on the SSD, then a cluster with a lossy codec on the same folder, and then an exact one again."""
+    whole, names = [*prompt(8 * BLOCK), 1], []
+    for codec, found in (("identity", 0), ("int8-token-head-1", 0), ("identity", 8)):
+        cluster = await start(ssd_dir=tmp_path, save_generated=False, codec=codec)
+
+        async def known(cluster: SmallCluster = cluster, found: int = found) -> bool:
+            return (await known_blocks(cluster, 0), (await status(cluster.node)).ssd_blocks) == (found, found)
+
+        await until(known, f"{found} blocks are known to a cluster of {codec}")
+        await cluster.answered_right(whole)
+        assert cluster.computed("prefill") == len(whole) - found * BLOCK
+        assert (await status(cluster.node)).fetched_ssd_blocks == found
+
+        async def settled(cluster: SmallCluster = cluster) -> bool:
+            now = await status(cluster.node)
+            return (
+                now.ssd_blocks + now.ssd_refused == 8
+            )  # made-up KV is at times no number that int8 could keep
+
+        await until(settled, "the blocks are on the ssd, or refused")
+        names.append(set(await held(cluster.node)))
+    exact, lossy, again = names
+    assert exact == again
+    assert len(lossy) == 8 and not exact & lossy
+
+
+async def test_a_cluster_has_one_precision(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker whose node has another codec is refused by the node, one beside another node by the conductor."""
+    cluster = await start(ssd_dir=tmp_path)
+    with pytest.raises(grpc.aio.AioRpcError, match=r"has pool\.codec int8-token-head-1, this node identity"):
+        await cluster.start_worker("decode", "decode-1", codec="int8-token-head-1")
+    cluster.announce(replace(cluster.member("decode", "decode-2"), precision="int8-token-head-1"))
+    await until(lambda: "decode-2 is left out" in caplog.text, "the conductor says so")
+    assert "precision='int8-token-head-1'" in caplog.text
+    await cluster.answered_right(prompt(8 * BLOCK))
+    assert "decode-2" not in {member["id"] for member in cluster.driver.status()["members"]}
 
 
 async def test_an_operator_verifies_and_drops(start: Start, tmp_path: Path) -> None:
