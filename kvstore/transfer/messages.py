@@ -15,6 +15,7 @@ def layout_message(layout: KVLayout) -> pb.Layout:
         page_bytes=layout.page_bytes,
         dtype=layout.dtype,
         packing=layout.packing,
+        shards=layout.shards,
     )
 
 
@@ -27,6 +28,7 @@ def layout_from(message: pb.Layout) -> KVLayout:
         page_bytes=message.page_bytes,
         dtype=message.dtype,
         packing=message.packing,
+        shards=message.shards,
     )
 
 
