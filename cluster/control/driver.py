@@ -199,15 +199,11 @@ class Driver:
                 self._joined(member)
 
     def _foreign(self, member: Member) -> bool:
-        """Does it serve another model, or in other blocks, than those who are here? Then it is left out."""
+        """Does it serve another model, or in other blocks or shards, than those who are here? Then it is left out."""
         if member.role == "node" or not self._has_workers():
             return False
         here = self.described()
-        same = (member.fingerprint, member.dtype, member.block_tokens) == (
-            here.fingerprint,
-            here.dtype,
-            here.block_tokens,
-        )
+        same = _alike(member) == _alike(here)
         if not same and member.incarnation not in self._refused:
             self._refused.add(member.incarnation)
             logger.error("%s is left out: it serves %s, the cluster %s", member.id, member, here)
@@ -333,3 +329,8 @@ def _snapshot(node: NodeId, message: kv.BlockEvents) -> NodeSnapshot:
     names = tuple(BlockHash(name) for name in message.stored)
     in_dram = len(names) - message.on_ssd
     return NodeSnapshot(node=node, hashes=names[:in_dram], sequence=message.sequence, ssd=names[in_dram:])
+
+
+def _alike(worker: Member) -> tuple[str, str, int, int]:
+    """What workers must have in common to exchange KV."""
+    return worker.fingerprint, worker.dtype, worker.block_tokens, worker.tensor_parallel

@@ -27,6 +27,7 @@ class Member:
     max_model_len: int = 0
     batch_max: int = 0
     kv_tokens_max: int = 0
+    tensor_parallel: int = 0
     epoch: int = 0
     peer_address: str = ""
     """Where other nodes read from this one; empty: at `address` too."""

@@ -437,7 +437,8 @@ class _Shard:
         self.layout = arena.shape.layout
         self._rank = rank
         first, last = self.segment(0), self.segment(self.layout.layers)
-        self.pages = torch.from_numpy(arena.payload)[:, first:last].unflatten(2, (self.layout.pieces, -1))
+        mine = torch.from_numpy(arena.payload)[:, first:last]
+        self.pages = mine.view(arena.shape.slots, self.layout.layers, self.layout.pieces, -1)
 
     def segment(self, layer: int) -> int:
         """The number of this rank's segment of that layer."""

@@ -292,11 +292,11 @@ def test_a_load_has_ended_when_each_rank_has_told_and_what_one_rank_lacks_has_fa
 class Engine:
     """The KV tensors of an engine, and the connector's worker half beside them, called as vLLM calls it."""
 
-    def __init__(self, arena: Arena, verify: bool = True) -> None:
+    def __init__(self, arena: Arena, verify: bool = True, rank: int = 0) -> None:
         layout = arena.shape.layout
         self.layout = layout
         self.kv = {name: torch.zeros(ENGINE_PAGES, layout.page_tokens, DIM) for name in LAYER_NAMES}
-        self.worker = _Worker(Arena.attach(arena.path, arena.shape), verify)
+        self.worker = _Worker(Arena.attach(arena.path, arena.shape), verify, rank)
         self.worker.register(self.kv)
         self.failed_pages: set[int] = set()
         self.finished: list[str] = []
@@ -363,8 +363,8 @@ def pool(layout: KVLayout, slots: int = 24) -> Iterator[Arena]:
 
 
 @contextmanager
-def engine(arena: Arena, verify: bool = True) -> Iterator[Engine]:
-    one = Engine(arena, verify)
+def engine(arena: Arena, verify: bool = True, rank: int = 0) -> Iterator[Engine]:
+    one = Engine(arena, verify, rank)
     try:
         yield one
     finally:
@@ -761,6 +761,46 @@ def test_a_stale_epoch_or_a_missing_layer_is_never_loaded(verify: bool) -> None:
         reader.load(job)
         assert reader.failed_pages == set(job.pages)
         assert reader.reports["r"].failed_blocks == 2
+
+
+def test_each_rank_has_its_own_shard_of_every_block() -> None:
+    layout = replace(layout_of(), shards=2)
+    plan, values = plan_of(layout, 8), [numbers(8, seed) for seed in (1, 2)]
+    job = job_of(replace(plan, load=plan.save, load_tokens=8), layout)
+    with (
+        pool(layout) as arena,
+        engine(arena, rank=0) as first,
+        engine(arena, rank=1) as second,
+        engine(arena, rank=1) as reader,
+    ):
+        begun(arena, plan.save)
+        prefilled(first, plan, values[0])
+        first.run(StepMetadata(stopped=list(plan.save)))
+        for block in plan.save:
+            assert not arena.complete(block.slot, block.epoch), "half a block is none"
+            assert not arena.has_stopped(block.slot, block.epoch), "the other rank may still write"
+        prefilled(second, plan, values[1])
+        second.run(StepMetadata(stopped=list(plan.save)))
+        for block in plan.save:
+            assert arena.complete(block.slot, block.epoch)
+            assert arena.has_stopped(block.slot, block.epoch)
+        reader.load(job)
+        assert torch.equal(reader.read(list(job.pages), 8), values[1])
+        assert reader.reports["r"].kv_bytes == layout.block_bytes, "two blocks, one shard of two each"
+
+        slot = plan.save[1].slot
+        arena.payload[slot, 0, 3] ^= 1  # of the first rank, layer 0
+        again = replace(job, engine_request="again")
+        reader.load(again)
+        assert reader.reports["again"].failed == (), "the second rank's bytes are as they were"
+        first.load(again)
+        assert first.reports["again"].failed == (1,)
+        assert first.reports["again"].failure == "block 1 layer 0 of rank 0 does not verify"
+
+        arena.payload[slot, LAYERS:] = arena.payload[slot, :LAYERS]
+        arena.segment_sum[slot, LAYERS:] = arena.segment_sum[slot, :LAYERS]
+        reader.load(replace(job, engine_request="exchanged"))
+        assert reader.reports["exchanged"].failed == (1,), "one rank's bytes, with their sums, for another's"
 
 
 def test_a_load_that_breaks_is_reported_and_the_next_one_works() -> None:
