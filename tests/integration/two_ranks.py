@@ -2,7 +2,7 @@
 loads its own shard, and what one of them lacks has failed.
 
 `python two_ranks.py MODEL FOLDER`. What is handed over must equal what the same engine computes by itself, without a
-plan: then our connector does nothing. (A whole cluster of such engines is in `tests/faults/test_killed_rank.py`.)
+plan: then our connector does nothing. (A whole cluster of such engines is in `test_tensor_parallel.py`.)
 """
 
 import asyncio
