@@ -33,7 +33,7 @@ test: .venv/dev  ## run the whole test suite
 	@$(PY) -m pytest
 
 test-faults: .venv/dev  ## the fault tests with their full counts (minutes)
-	@MOONPOOL_FAULTS=full $(PY) -m pytest tests/faults --timeout 3600
+	@MOONPOOL_FAULTS=full $(PY) -m pytest tests/faults tests/integration/test_tensor_parallel.py --timeout 3600
 
 check: .venv/dev  ## linters, formatting, types, import contracts
 	@$(PY) -m ruff check .

@@ -30,6 +30,9 @@ class EngineConfig(_Part):
     """One vLLM engine; prefill and decode engines of a cluster share it, so that they can exchange KV."""
 
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
+    tensor_parallel: int = Field(
+        1, ge=1, description="ranks that share each engine's model; equal in all engines of a cluster"
+    )
     page_tokens: int = Field(32, ge=1, description="the engine's own block size in tokens")
     max_model_len: int | None = Field(None, ge=2, description="context length; none: the model's own")
     prefill_chunk_tokens: int = Field(
@@ -37,8 +40,8 @@ class EngineConfig(_Part):
     )
     decode_batch_max: int = Field(64, ge=1, description="most requests in one decode step")
     prefill_batch_max: int = Field(8, ge=1, description="most requests in one prefill step")
-    kv_bytes: int = Field(1024 * MiB, ge=16 * MiB, description="each engine's own KV memory (CPU: whole GiB)")
-    threads: int = Field(1, ge=1, description="compute threads of each engine (CPU)")
+    kv_bytes: int = Field(1024 * MiB, ge=16 * MiB, description="each rank's own KV memory (CPU: whole GiB)")
+    threads: int = Field(1, ge=1, description="compute threads of each rank (CPU)")
     seed: int = 0
     reasoning_parser: str = Field("", description="vLLM's parser of the model's reasoning; none: it is text")
 

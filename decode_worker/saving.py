@@ -76,7 +76,7 @@ class AnswerSaver:
     async def _written(self, blocks: Sequence[PlannedBlock]) -> bool:
         """Waits until the engine has said that it writes these no more. False: it has not."""
         arena, until_s = self._engine.arena, time.monotonic() + _SAVE_S
-        while any(arena.stopped[block.slot] != block.epoch for block in blocks):
+        while not all(arena.has_stopped(block.slot, block.epoch) for block in blocks):
             if self._engine.dead or time.monotonic() > until_s:
                 return False
             await asyncio.sleep(_POLL_S)

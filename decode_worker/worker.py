@@ -138,8 +138,8 @@ class DecodeWorker(DecodeWorkerServicer):
         if not waiting:
             return
         numbers, epochs = [slot.slot for slot in waiting], [slot.epoch for slot in waiting]
-        arena, layers = self._engine.arena, self._engine.layout.layers
-        enough = int(len(waiting) * layers * _SUBMIT_AT)
+        arena, segments = self._engine.arena, self._engine.layout.segments
+        enough = int(len(waiting) * segments * _SUBMIT_AT)
         poll_s = _WAIT_POLL_S
         while time.monotonic() < deadline_s:
             complete = arena.segments_complete(numbers, epochs)

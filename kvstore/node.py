@@ -208,6 +208,12 @@ class KVNode(KVNodeServicer):
         except (OSError, ValueError) as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         mine = arena.shape.layout
+        if layout.shards != mine.shards:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"worker {request.worker_id} has tensor parallelism {layout.shards}, this node's arena is for "
+                f"{mine.shards}: prefill and decode engines exchange KV shard by shard, so it must be the same",
+            )
         if layout != mine:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
@@ -677,7 +683,7 @@ class KVNode(KVNodeServicer):
         if self._pool is None or self._arena is None:
             return
         for slot, epoch in self._pool.draining():
-            if self._arena.stopped[slot] == epoch:
+            if self._arena.has_stopped(slot, epoch):
                 self._pool.writer_stopped(slot, epoch)
         self._pool.expire(self._now())
         self._apply()

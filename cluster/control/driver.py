@@ -199,7 +199,7 @@ class Driver:
                 self._joined(member)
 
     def _foreign(self, member: Member) -> bool:
-        """Does it serve another model, or in blocks of other names, than those who are here? Then it is left out."""
+        """Does it serve another model, or in other blocks or shards, than those who are here? Then it is left out."""
         if member.role == "node" or not self._has_workers():
             return False
         here = self.described()
@@ -325,9 +325,9 @@ class Driver:
         self._handle(Timer(at_s=at_s))
 
 
-def _serves(member: Member) -> tuple[str, str, str, int]:
-    """What names its blocks."""
-    return member.fingerprint, member.dtype, member.precision, member.block_tokens
+def _serves(member: Member) -> tuple[str, str, str, int, int]:
+    """What workers must have in common to exchange KV."""
+    return member.fingerprint, member.dtype, member.precision, member.block_tokens, member.tensor_parallel
 
 
 def _snapshot(node: NodeId, message: kv.BlockEvents) -> NodeSnapshot:

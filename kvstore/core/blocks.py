@@ -107,8 +107,9 @@ class KVLayout:
     """How one engine holds KV: what a slot must have room for, and whose bytes may be exchanged.
 
     `pieces` is the number of engine pages in one block; a page is one layer of `page_tokens` tokens, opaque,
-    `page_bytes` long. `packing` names what fixes the order of bytes inside a page (instruction set, backend,
-    tensor-parallel rank and size). Only engines of equal layout may exchange bytes.
+    `page_bytes` long. `packing` names what fixes the order of bytes inside a page (instruction set, backend).
+    With tensor parallelism each of `shards` ranks has all layers of its own KV heads: a block then holds the segments
+    of every rank, rank by rank. Only engines of equal layout may exchange bytes.
     """
 
     layers: int
@@ -117,9 +118,10 @@ class KVLayout:
     page_bytes: int
     dtype: str
     packing: str
+    shards: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.layers, self.block_tokens, self.page_tokens, self.page_bytes) < 1:
+        if min(self.layers, self.block_tokens, self.page_tokens, self.page_bytes, self.shards) < 1:
             raise ValueError(f"every size of a KV layout is at least 1: {self}")
         if self.block_tokens % self.page_tokens:
             raise ValueError(
@@ -133,17 +135,23 @@ class KVLayout:
 
     @property
     def segment_bytes(self) -> int:
-        """One layer of one block: the unit of progress and of checksums."""
+        """One layer of one rank's shard of one block: the unit of progress and of checksums."""
         return self.pieces * self.page_bytes
 
     @property
+    def segments(self) -> int:
+        """Of one block: all layers of the first rank, then those of the next."""
+        return self.shards * self.layers
+
+    @property
     def block_bytes(self) -> int:
-        return self.layers * self.segment_bytes
+        return self.segments * self.segment_bytes
 
     def fingerprint(self) -> str:
         """A short name of the layout, part of every stored key."""
-        text = f"{self.layers}/{self.block_tokens}/{self.page_tokens}/{self.page_bytes}/{self.dtype}/{self.packing}"
-        return blake3(b"moonpool-layout-1" + text.encode()).hexdigest()[:16]
+        sizes = f"{self.layers}/{self.block_tokens}/{self.page_tokens}/{self.page_bytes}"
+        text = f"{sizes}/{self.dtype}/{self.packing}/{self.shards}"
+        return blake3(b"moonpool-layout-2" + text.encode()).hexdigest()[:16]
 
 
 def blocks_needed(prompt_tokens: int, block_tokens: int) -> tuple[int, int]:

@@ -4,7 +4,8 @@ Scheduler half (`_Scheduler`, in the engine core): reads plans out of `kv_transf
 page copies. It makes no call to anyone: a call would stall all decoding.
 Worker half (`_Worker`, beside the model): copies pages from the engine to the arena as each layer finishes
 (`save_kv_layer`), loads planned blocks on a thread of its own while the engine goes on (`_Loader`), and on another
-saves what an answer leaves (`_Saver`).
+saves what an answer leaves (`_Saver`). With tensor parallelism there is a worker half in each rank: it copies, seals
+and stops in its own shard of each slot, and a load has ended when it has in all ranks.
 
 Rules that vLLM 0.32 sets, and where they are kept:
 - Each pending load is reported finished exactly once, also when it failed or its request was aborted: vLLM holds the
@@ -29,6 +30,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +42,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvstore.core.blocks import KVLayout, RequestId
@@ -64,7 +67,7 @@ logger = logging.getLogger(__name__)
 
 _FOLLOW_POLL_S = 0.001
 _CORRUPT = "does not verify"
-_NOTHING_LOADED = LoadReport(blocks=0, failed_blocks=0, failure="", kv_bytes=0, load_s=0.0, resident_at=0.0)
+_NOTHING_LOADED = LoadReport(blocks=0, failed=(), failure="", kv_bytes=0, load_s=0.0, resident_at=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +115,13 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untype
 
 @dataclass
 class LoadReports(KVConnectorWorkerMetadata):  # type: ignore[misc]  # as above
-    """Worker half to scheduler half: how loads ended, by engine request id."""
+    """Worker halves to scheduler half: how loads ended, by engine request id, one report a rank."""
 
-    reports: dict[str, LoadReport]
+    reports: list[tuple[str, LoadReport]]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "LoadReports":
         assert isinstance(other, LoadReports)
-        return LoadReports({**self.reports, **other.reports})
+        return LoadReports(self.reports + other.reports)
 
 
 class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
@@ -128,18 +131,18 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        if role is KVConnectorRole.SCHEDULER:  # once in each engine core
+        in_core = role is KVConnectorRole.SCHEDULER
+        if in_core or vllm_config.parallel_config.world_size > 1:  # once in each process of the engine
             exit_with_parent()
             after_imports()
         extra = self._kv_transfer_config.kv_connector_extra_config
         layout = KVLayout(**extra["layout"])
         shape = ArenaShape(layout, extra["slots"])
-        self._scheduler = _Scheduler(layout) if role is KVConnectorRole.SCHEDULER else None
-        self._worker = (
-            _Worker(Arena.attach(Path(extra["arena_path"]), shape), verify=extra.get("verify", True))
-            if role is KVConnectorRole.WORKER
-            else None
-        )
+        self._scheduler = _Scheduler(layout) if in_core else None
+        self._worker: _Worker | None = None
+        if role is KVConnectorRole.WORKER:
+            arena = Arena.attach(Path(extra["arena_path"]), shape)
+            self._worker = _Worker(arena, extra.get("verify", True), get_tensor_model_parallel_rank())
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -224,7 +227,7 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     def build_connector_worker_meta(self) -> LoadReports | None:
         assert self._worker is not None
         reports = self._worker.loader.take_reports()
-        return LoadReports(reports) if reports else None
+        return LoadReports(list(reports.items())) if reports else None
 
     def shutdown(self) -> None:
         if self._worker is not None:
@@ -263,6 +266,7 @@ class _Scheduler:
         self._load_once: set[str] = set()  # has loaded, or failed to: matches nothing any more
         self._saving: dict[str, _Saving] = {}
         self._reports: dict[str, LoadReport] = {}
+        self._loaded_in: dict[str, list[LoadReport]] = {}  # by ranks, until all have told
         self._jobs: list[LoadJob] = []
         self._stopped: list[PlannedBlock] = []
         self._plans: dict[str, KVPlan] = {}
@@ -300,15 +304,21 @@ class _Scheduler:
         stats, self._stats = self._stats, ConnectorStats()
         return stats
 
-    def loads_ended(self, reports: dict[str, LoadReport]) -> None:
-        for report in reports.values():
-            self._stats.grow("loads", 1)
-            self._stats.grow("loaded_blocks", report.blocks - report.failed_blocks)
-            self._stats.grow("loaded_bytes", report.kv_bytes)
-            self._stats.grow("failed_blocks", report.failed_blocks)
-        self._reports.update(
-            {request: report for request, report in reports.items() if request in self._plans}
-        )
+    def loads_ended(self, reports: Iterable[tuple[str, LoadReport]]) -> None:
+        """Each rank tells of each load once, not all in one step."""
+        for request, told in reports:
+            ranks = self._loaded_in.setdefault(request, [])
+            ranks.append(told)
+            if len(ranks) == self._layout.shards:
+                self._load_ended(request, reduce(LoadReport.with_rank, self._loaded_in.pop(request)))
+
+    def _load_ended(self, request: str, report: LoadReport) -> None:
+        self._stats.grow("loads", 1)
+        self._stats.grow("loaded_blocks", report.blocks - report.failed_blocks)
+        self._stats.grow("loaded_bytes", report.kv_bytes)
+        self._stats.grow("failed_blocks", report.failed_blocks)
+        if request in self._plans:
+            self._reports[request] = report
 
     def finished(
         self, request: str, params: dict[str, Any] | None, pages: Sequence[int] = (), fed_tokens: int = 0
@@ -419,20 +429,40 @@ class _Scheduler:
             yield PageSave(saving.pages[index], plan.save[block_index - len(plan.load)], piece, seals)
 
 
-class _Worker:
-    """The worker half: copies between the engine's pages and the arena."""
+class _Shard:
+    """One rank's part of the arena's slots. `pages` has shape [slots, layers, pieces, page bytes]."""
 
-    def __init__(self, arena: Arena, verify: bool) -> None:
+    def __init__(self, arena: Arena, rank: int) -> None:
+        self.arena = arena
+        self.layout = arena.shape.layout
+        self._rank = rank
+        first, last = self.segment(0), self.segment(self.layout.layers)
+        mine = torch.from_numpy(arena.payload)[:, first:last]
+        self.pages = mine.view(arena.shape.slots, self.layout.layers, self.layout.pieces, -1)
+
+    def segment(self, layer: int) -> int:
+        """The number of this rank's segment of that layer."""
+        return self._rank * self.layout.layers + layer
+
+    def named(self, layer: int) -> str:
+        return f"layer {layer}" + (f" of rank {self._rank}" if self.layout.shards > 1 else "")
+
+    def stop(self, blocks: Iterable[PlannedBlock]) -> None:
+        """This rank writes these no more."""
+        for block in blocks:
+            self.arena.stop(block.slot, block.epoch, self._rank)
+
+
+class _Worker:
+    """The worker half in one rank: copies between the engine's pages and the rank's shard of the arena."""
+
+    def __init__(self, arena: Arena, verify: bool, rank: int = 0) -> None:
         self._arena = arena
-        layout = arena.shape.layout
-        # shape: slots × layers × pieces × page bytes
-        self._slots = torch.from_numpy(arena.payload).view(
-            arena.shape.slots, layout.layers, layout.pieces, -1
-        )
+        self._shard = _Shard(arena, rank)
         self._layers: list[torch.Tensor] = []
         self._saved: set[int] = set()
-        self.loader = _Loader(arena, self._slots, verify)
-        self.saver = _Saver(arena, self._copy)
+        self.loader = _Loader(self._shard, verify)
+        self.saver = _Saver(self._shard, self._copy)
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Takes the engine's tensors, one per layer; each page of a layer must be one run of bytes.
@@ -448,8 +478,7 @@ class _Worker:
         self.saver.begin()
 
     def start(self, step: StepMetadata) -> None:
-        for block in step.stopped:
-            self._arena.stop(block.slot, block.epoch)
+        self._shard.stop(step.stopped)
         for job in step.loads:
             self.loader.submit(job)
         for held in step.held:
@@ -462,17 +491,17 @@ class _Worker:
 
     def _copy(self, layer: int, saves: Iterable[PageSave]) -> None:
         """May run on several threads at once: each slot has one writer."""
-        pages, arena = self._layers[layer], self._arena
+        pages, arena, segment = self._layers[layer], self._arena, self._shard.segment(layer)
         for save in saves:
             block = save.block
             if (
-                arena.segment_epoch[block.slot, layer] == block.epoch
+                arena.segment_epoch[block.slot, segment] == block.epoch
                 or arena.epoch[block.slot] != block.epoch
             ):
                 continue  # sealed before a preemption, or the reservation is over
-            self._slots[block.slot, layer, save.piece].copy_(pages[save.page])
+            self._shard.pages[block.slot, layer, save.piece].copy_(pages[save.page])
             if save.seals:
-                arena.seal(block.slot, layer, block.epoch, block.hash)
+                arena.seal(block.slot, segment, block.epoch, block.hash)
 
     def end_step(self, step: StepMetadata) -> None:
         """Layers whose attention did not run through vLLM's hook are copied now."""
@@ -500,8 +529,8 @@ def _pages(name: str, tensor: torch.Tensor, layout: KVLayout) -> torch.Tensor:
 class _Saver:
     """Saves what ended requests leave, on a thread of its own; `copy` copies pages of one layer and seals them."""
 
-    def __init__(self, arena: Arena, copy: Callable[[int, Iterable[PageSave]], None]) -> None:
-        self._arena = arena
+    def __init__(self, shard: _Shard, copy: Callable[[int, Iterable[PageSave]], None]) -> None:
+        self._shard = shard
         self._copy = copy
         self._jobs: queue.Queue[HeldSave | None] = queue.Queue()
         self._lock = threading.Lock()
@@ -525,12 +554,11 @@ class _Saver:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                for layer in range(self._arena.shape.layout.layers):
+                for layer in range(self._shard.layout.layers):
                     self._copy(layer, job.saves)
             except Exception:  # the thread's edge: a request that is never let go holds its pages for ever
                 logger.exception("request %s: saving broke", job.engine_request)
-            for block in job.blocks:
-                self._arena.stop(block.slot, block.epoch)
+            self._shard.stop(job.blocks)
             with self._lock:
                 self._finished.add(job.engine_request)
 
@@ -566,9 +594,9 @@ class _Loader:
     A failed block stays failed; the others are loaded, since vLLM keeps the good ones before the first failure.
     """
 
-    def __init__(self, arena: Arena, slots: torch.Tensor, verify: bool) -> None:
-        self._arena = arena
-        self._slots = slots
+    def __init__(self, shard: _Shard, verify: bool) -> None:
+        self._arena = shard.arena
+        self._shard = shard
         self._verify = verify
         self._layers: list[torch.Tensor] = []
         self._jobs: queue.Queue[LoadJob | None] = queue.Queue()
@@ -643,41 +671,40 @@ class _Loader:
 
     def _load_segment(self, job: LoadJob, index: int, layer: int) -> str:
         """Copies one segment into the engine. Returns "", "waiting", or what was wrong."""
-        block, arena = job.blocks[index], self._arena
+        block, arena, segment = job.blocks[index], self._arena, self._shard.segment(layer)
         if self._verify and arena.epoch[block.slot] != block.epoch:
             return "is no longer held by its writer"
         if self._verify and arena.hash[block.slot].tobytes() != block.hash:
             return "is another block"
-        if arena.segment_epoch[block.slot, layer] != block.epoch:
+        if arena.segment_epoch[block.slot, segment] != block.epoch:
             return "waiting"
-        pages = job.pages_of(index, arena.shape.layout.pieces)
+        pages = job.pages_of(index, self._shard.layout.pieces)
         for piece, page in enumerate(pages):
-            self._layers[layer][page].copy_(self._slots[block.slot, layer, piece])
+            self._layers[layer][page].copy_(self._shard.pages[block.slot, layer, piece])
         if self._verify and not arena.verify(
-            block.slot, layer, block.epoch, block.hash, self._copied(block, layer, pages)
+            block.slot, segment, block.epoch, block.hash, self._copied(block, layer, pages)
         ):
-            return f"layer {layer} {_CORRUPT}"
+            return f"{self._shard.named(layer)} {_CORRUPT}"
         return ""
 
     def _copied(self, block: PlannedBlock, layer: int, pages: tuple[int, ...]) -> "npt.NDArray[np.uint8]":
         """The segment as the engine has it; pages that the block does not fill, and device memory, from the slot."""
-        layout = self._arena.shape.layout
-        if self._layers[layer].device.type != "cpu" or len(pages) != layout.pieces:
-            return np.asarray(self._arena.payload[block.slot, layer], np.uint8)
+        if self._layers[layer].device.type != "cpu" or len(pages) != self._shard.layout.pieces:
+            return np.asarray(self._arena.payload[block.slot, self._shard.segment(layer)], np.uint8)
         copies = [self._layers[layer][page].numpy() for page in pages]
         return np.asarray(copies[0] if len(copies) == 1 else np.concatenate(copies), np.uint8)
 
     def _report(self, load: _Active) -> None:
         now = time.monotonic()
-        pieces = self._arena.shape.layout.pieces
-        failed_pages = {page for index in load.failed for page in load.job.pages_of(index, pieces)}
+        layout = self._shard.layout
+        failed_pages = {page for index in load.failed for page in load.job.pages_of(index, layout.pieces)}
         loaded = len(load.job.blocks) - len(load.failed)
         report = LoadReport(
             blocks=len(load.job.blocks),
-            failed_blocks=len(load.failed),
+            failed=tuple(sorted(load.failed)),
             failure=load.failure,
             corrupt=tuple(load.job.blocks[index].hash.hex() for index in sorted(load.corrupt)),
-            kv_bytes=loaded * self._arena.shape.layout.block_bytes,
+            kv_bytes=loaded * layout.block_bytes // layout.shards,
             load_s=now - load.started_s,
             resident_at=now,
         )

@@ -49,7 +49,7 @@ VOCABULARY = 50_000
 _POLL_S = 0.001
 _HEALTH_POLL_S = 0.05
 _NODE_CALL_S = 5.0
-_NOTHING_LOADED = LoadReport(blocks=0, failed_blocks=0, failure="", kv_bytes=0, load_s=0.0, resident_at=0.0)
+_NOTHING_LOADED = LoadReport(blocks=0, failed=(), failure="", kv_bytes=0, load_s=0.0, resident_at=0.0)
 
 
 def fake_answer(layout: KVLayout, token_ids: Sequence[int], count: int, index: int = 0) -> list[int]:
@@ -290,7 +290,7 @@ class FakeEngine:
         now = time.monotonic()
         return tokens, LoadReport(
             blocks=len(plan.load),
-            failed_blocks=len(failed),
+            failed=tuple(sorted(failed)),
             failure="; ".join(f"block {index} {problem}" for index, problem in failed.items()),
             kv_bytes=loaded * self.layout.block_bytes,
             load_s=now - started_s,

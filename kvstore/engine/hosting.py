@@ -62,5 +62,6 @@ def _member(settings: WorkerSettings, role: Role, engine: Engine) -> Member:
         batch_max=settings.engine.prefill_batch_max
         if role == "prefill"
         else settings.engine.decode_batch_max,
-        kv_tokens_max=settings.engine.kv_bytes // (layout.block_bytes // layout.block_tokens),
+        kv_tokens_max=settings.engine.kv_bytes * layout.shards // (layout.block_bytes // layout.block_tokens),
+        tensor_parallel=layout.shards,
     )

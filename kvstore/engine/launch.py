@@ -70,9 +70,11 @@ def engine_args(model: str, config: EngineConfig, role: Role) -> "AsyncEngineArg
         enable_prefix_caching=False,
         enforce_eager=True,
         disable_log_stats=False,
-        # On a CPU the model runs inside the engine core's process: one import of vLLM less to wait for at start, one
-        # hop less a step. `engine_environment` sets the switch that vLLM wants for it.
-        distributed_executor_backend="uni" if on_cpu else None,
+        tensor_parallel_size=config.tensor_parallel,
+        # A model of one rank runs inside the engine core's process: one import of vLLM less to wait for at start, one
+        # hop less a step. `engine_environment` sets the switch that vLLM wants for it on a CPU. Several ranks are
+        # processes of this machine; left to itself vLLM would have Ray start them, since its actors run in Ray.
+        distributed_executor_backend="uni" if config.tensor_parallel == 1 else "mp",
         generation_config="auto",
         # The engine that samples must know where reasoning ends: guided output begins there.
         reasoning_parser="" if role == "prefill" else config.reasoning_parser,
@@ -132,7 +134,8 @@ def kv_layout(args: "AsyncEngineArgs", block_tokens: int) -> KVLayout:
         * model.get_head_size()
         * torch.empty((), dtype=dtype).element_size(),
         dtype=str(dtype).removeprefix("torch."),
-        packing=f"{_packing(dtype, page_tokens, model.get_head_size())}-tp{args.tensor_parallel_size}",
+        packing=_packing(dtype, page_tokens, model.get_head_size()),
+        shards=args.tensor_parallel_size,
     )
 
 

@@ -5,7 +5,7 @@ suffixes its own ids and prefixes the children of n > 1: all children share one 
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvstore.core.blocks import BlockHash, RequestId
@@ -86,15 +86,15 @@ def _unpack(rows: list[list[Any]]) -> tuple[PlannedBlock, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """How one load ended; travels back in the request's last output.
+    """How one load ended, in one rank or in all; travels back in the request's last output.
 
     `computed_tokens` is the number of prompt tokens that the engine's scheduler had computed there (1 when all KV came
-    from the pool: the last one is always computed anew). Failed blocks are computed here; `corrupt` names those (in hex) whose
-    bytes were not what their writer had sealed. `held`: the engine holds the request's pages (`KVPlan.hold`).
+    from the pool: the last one is always computed anew). `failed` blocks, by number, are computed here; `corrupt` names those (in
+    hex) whose bytes were not what their writer had sealed. `held`: the engine holds the request's pages (`KVPlan.hold`).
     """
 
     blocks: int
-    failed_blocks: int
+    failed: tuple[int, ...]
     failure: str
     kv_bytes: int
     load_s: float
@@ -104,6 +104,22 @@ class LoadReport:
     computed_tokens: int = 0
     held: bool = False
 
+    @property
+    def failed_blocks(self) -> int:
+        return len(self.failed)
+
+    def with_rank(self, other: "LoadReport") -> "LoadReport":
+        """The same load in another rank of tensor parallelism besides: a block that one rank lacks has failed."""
+        return replace(
+            self,
+            failed=tuple(sorted({*self.failed, *other.failed})),
+            failure=self.failure or other.failure,
+            kv_bytes=self.kv_bytes + other.kv_bytes,
+            load_s=max(self.load_s, other.load_s),
+            resident_at=max(self.resident_at, other.resident_at),
+            corrupt=tuple(dict.fromkeys((*self.corrupt, *other.corrupt))),
+        )
+
     def to_params(self) -> dict[str, Any]:
         return {_KEY: asdict(self)}
 
@@ -111,4 +127,5 @@ class LoadReport:
     def from_params(cls, params: dict[str, Any] | None) -> "LoadReport | None":
         if not params or _KEY not in params or "blocks" not in params[_KEY]:
             return None
-        return cls(**{**params[_KEY], "corrupt": tuple(params[_KEY]["corrupt"])})
+        fields = params[_KEY]
+        return cls(**{**fields, "failed": tuple(fields["failed"]), "corrupt": tuple(fields["corrupt"])})

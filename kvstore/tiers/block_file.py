@@ -33,7 +33,7 @@ _FORM = re.compile(r"[0-9a-f]{16}-[a-z0-9_.-]{1,32}-\d+of\d+")
 class FileForm:
     """What a block's file holds: `layers` segments of `segment_bytes` as `encoding` left them, of one shard of `shards`.
 
-    `layout` is the fingerprint of the engine's layout. Raises ValueError for what cannot be part of a file's name.
+    A node's file has the segments of all ranks that its arena has (one shard then: the node's). `layout` is the fingerprint of the engine's layout. Raises ValueError for what cannot be part of a file's name.
     """
 
     layout: str
@@ -52,7 +52,7 @@ class FileForm:
     @classmethod
     def raw(cls, layout: KVLayout) -> "FileForm":
         """Blocks as they lie in an arena of this layout."""
-        return cls(layout.fingerprint(), layout.layers, layout.segment_bytes)
+        return cls(layout.fingerprint(), layout.segments, layout.segment_bytes)
 
     @property
     def name(self) -> str:

@@ -2,15 +2,17 @@
 
 One file holds a header row per slot, then the slots' payloads:
 
-    header   epoch u64 | stopped u64 | hash 32 bytes | segment_epoch, segment_sum u64[layers] | segment_at f64[layers]
-    payload  [slot][layer][piece][page bytes], 4096-aligned
+    header   epoch u64 | stopped u64[shards] | hash 32 bytes | segment_epoch, segment_sum u64[segments] | segment_at f64[segments]
+    payload  [slot][segment][piece][page bytes], 4096-aligned
+
+A segment is one layer of one rank's shard: number `shard * layers + layer`.
 
 Who writes what: the node writes `epoch` and `hash` (a new use of the slot, or the end of one); the slot's one
-writer writes payload, then `segment_sum` and `segment_at` (CLOCK_MONOTONIC seconds), then `segment_epoch` of each
-layer that it has finished, and `stopped` when it will write no more; readers write nothing. A segment is complete
-when `segment_epoch` equals `epoch`.
+writer, each rank in its own shard, writes payload, then `segment_sum` and `segment_at` (CLOCK_MONOTONIC seconds), then
+`segment_epoch` of each segment that it has finished, and `stopped` when it will write no more; readers write nothing. A
+segment is complete when `segment_epoch` equals `epoch`; the writer has stopped when all its ranks have.
 
-A checksum is XXH3-64 seeded with the block's name and the layer, so right bytes in a wrong place do not verify.
+A checksum is XXH3-64 seeded with the block's name and the segment, so right bytes in a wrong place do not verify.
 The reader's order is: epoch, segment_epoch, copy, checksum, epoch again. Anything odd is a failed segment, and a
 failed segment is recomputed. (`multiprocessing.SharedMemory` is not used: its resource tracker may unlink memory
 under other processes that still map it.)
@@ -43,15 +45,15 @@ class ArenaShape:
 
     @property
     def header_dtype(self) -> np.dtype[np.void]:
-        layers = self.layout.layers
+        segments = self.layout.segments
         return np.dtype(
             [
                 ("epoch", "<u8"),
-                ("stopped", "<u8"),
+                ("stopped", "<u8", (self.layout.shards,)),
                 ("hash", "u1", (HASH_BYTES,)),
-                ("segment_epoch", "<u8", (layers,)),
-                ("segment_sum", "<u8", (layers,)),
-                ("segment_at", "<f8", (layers,)),
+                ("segment_epoch", "<u8", (segments,)),
+                ("segment_sum", "<u8", (segments,)),
+                ("segment_at", "<f8", (segments,)),
             ]
         )
 
@@ -86,7 +88,7 @@ class Writing:
 class Arena:
     """One mapping of the arena file. The node creates it (`create`), engines attach (`attach`).
 
-    `payload` has shape [slots, layers, segment_bytes] (uint8), `header` shape [slots].
+    `payload` has shape [slots, segments, segment_bytes] (uint8), `header` shape [slots].
     """
 
     def __init__(self, path: Path, shape: ArenaShape, memory: mmap.mmap) -> None:
@@ -96,10 +98,10 @@ class Arena:
         self.header: npt.NDArray[np.void] = np.frombuffer(memory, shape.header_dtype, count=shape.slots)
         self.payload: npt.NDArray[np.uint8] = np.frombuffer(
             memory, np.uint8, count=shape.slots * shape.layout.block_bytes, offset=shape.payload_offset
-        ).reshape(shape.slots, shape.layout.layers, shape.layout.segment_bytes)
+        ).reshape(shape.slots, shape.layout.segments, shape.layout.segment_bytes)
         # Field views, taken once: indexing a structured array by name costs more than the word it reads.
         self.epoch: npt.NDArray[np.uint64] = self.header["epoch"]
-        self.stopped: npt.NDArray[np.uint64] = self.header["stopped"]
+        self._stopped: npt.NDArray[np.uint64] = self.header["stopped"]
         self.hash: npt.NDArray[np.uint8] = self.header["hash"]
         self.segment_epoch: npt.NDArray[np.uint64] = self.header["segment_epoch"]
         self.segment_sum: npt.NDArray[np.uint64] = self.header["segment_sum"]
@@ -168,6 +170,10 @@ class Arena:
         """Has each segment of this use been written?"""
         return bool(self.epoch[slot] == epoch and (self.segment_epoch[slot] == epoch).all())
 
+    def has_stopped(self, slot: int, epoch: int) -> bool:
+        """Have all ranks of this use's writer said that they write no more?"""
+        return bool((self._stopped[slot] == epoch).all())
+
     def segments_complete(self, slots: list[int], epochs: list[int]) -> int:
         """How many segments of these uses are complete: the progress of a hand-off."""
         wanted = np.asarray(epochs, np.uint64)[:, None]
@@ -179,15 +185,15 @@ class Arena:
 
     # -- the writer's words ---------------------------------------------------------------------------------
 
-    def seal(self, slot: int, layer: int, epoch: int, name: BlockHash, checksum: int | None = None) -> None:
-        """The layer's bytes are in the slot: publish their checksum (computed here unless it has been just now) and
+    def seal(self, slot: int, segment: int, epoch: int, name: BlockHash, checksum: int | None = None) -> None:
+        """The segment's bytes are in the slot: publish their checksum (computed here unless it has been just now) and
         the time, then the fact.
         """
         if checksum is None:
-            checksum = segment_sum(self.payload[slot, layer], name, layer)
-        self.segment_sum[slot, layer] = checksum
-        self.segment_at[slot, layer] = time.monotonic()
-        self.segment_epoch[slot, layer] = epoch
+            checksum = segment_sum(self.payload[slot, segment], name, segment)
+        self.segment_sum[slot, segment] = checksum
+        self.segment_at[slot, segment] = time.monotonic()
+        self.segment_epoch[slot, segment] = epoch
 
     def seal_all(
         self, slot: int, layers: npt.NDArray[np.int64], epoch: int, sums: npt.NDArray[np.uint64]
@@ -199,35 +205,38 @@ class Arena:
 
     def writing(self, slots: list[int]) -> Writing:
         """How the writing of these slots went; all of them must be complete."""
-        times_s = self.segment_at[slots]
+        layout = self.shape.layout
+        times_s = self.segment_at[slots].reshape(-1, layout.layers)  # a row a shard
         last_layer_began_s = times_s[:, :-1].max(initial=0.0)
         early = int((times_s <= last_layer_began_s).sum())
-        return Writing(float(times_s.max(initial=0.0)), early * self.shape.layout.segment_bytes)
+        return Writing(float(times_s.max(initial=0.0)), early * layout.segment_bytes)
 
-    def stop(self, slot: int, epoch: int) -> None:
-        """The writer of this use will write no more. A late word about an old use never hides that of a newer one."""
-        if self.stopped[slot] < epoch:  # noqa: PLR1730  # `max` would write an old word over a newer one
-            self.stopped[slot] = epoch
+    def stop(self, slot: int, epoch: int, shard: int = 0) -> None:
+        """This rank of the use's writer will write no more. A late word about an old use never hides a newer one's."""
+        if self._stopped[slot, shard] < epoch:  # noqa: PLR1730  # `max` would write an old word over a newer one
+            self._stopped[slot, shard] = epoch
 
     # -- the reader's words ---------------------------------------------------------------------------------
 
-    def verify(self, slot: int, layer: int, epoch: int, name: BlockHash, copy: npt.NDArray[np.uint8]) -> bool:
+    def verify(
+        self, slot: int, segment: int, epoch: int, name: BlockHash, copy: npt.NDArray[np.uint8]
+    ) -> bool:
         """Is `copy` ([segment_bytes], or the slot's own bytes) what the writer of this use sealed for `name`?"""
         return bool(
-            self.segment_sum[slot, layer] == segment_sum(copy, name, layer)
-            and self.segment_epoch[slot, layer] == epoch
+            self.segment_sum[slot, segment] == segment_sum(copy, name, segment)
+            and self.segment_epoch[slot, segment] == epoch
             and self.epoch[slot] == epoch
         )
 
     def verify_block(self, slot: int, epoch: int, name: BlockHash) -> bool:
         """Do all of the slot's own segments verify?"""
         return all(
-            self.verify(slot, layer, epoch, name, self.payload[slot, layer])
-            for layer in range(self.shape.layout.layers)
+            self.verify(slot, segment, epoch, name, self.payload[slot, segment])
+            for segment in range(self.shape.layout.segments)
         )
 
 
-def segment_sum(payload: npt.NDArray[np.uint8], name: BlockHash, layer: int) -> int:
-    """XXH3-64 of one layer of one block, bound to the block's name and the layer."""
-    seed = (int.from_bytes(name[:8], "little") + layer) & _SEED_MASK
+def segment_sum(payload: npt.NDArray[np.uint8], name: BlockHash, segment: int) -> int:
+    """XXH3-64 of one segment of one block, bound to the block's name and the segment's number."""
+    seed = (int.from_bytes(name[:8], "little") + segment) & _SEED_MASK
     return xxh3_64_intdigest(payload.data, seed)

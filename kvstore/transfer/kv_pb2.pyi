@@ -69,12 +69,15 @@ class Layout(_message.Message):
     PAGE_BYTES_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     PACKING_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
     layers: _builtins.int
     block_tokens: _builtins.int
     page_tokens: _builtins.int
     page_bytes: _builtins.int
     dtype: _builtins.str
     packing: _builtins.str
+    shards: _builtins.int
+    """ranks of tensor parallelism"""
     def __init__(
         self,
         *,
@@ -84,10 +87,11 @@ class Layout(_message.Message):
         page_bytes: _builtins.int = ...,
         dtype: _builtins.str = ...,
         packing: _builtins.str = ...,
+        shards: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "dtype", b"dtype", "layers", b"layers", "packing", b"packing", "page_bytes", b"page_bytes", "page_tokens", b"page_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "dtype", b"dtype", "layers", b"layers", "packing", b"packing", "page_bytes", b"page_bytes", "page_tokens", b"page_tokens", "shards", b"shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -561,6 +565,7 @@ class Segment(_message.Message):
     block: _builtins.int
     """position in what was asked for"""
     layer: _builtins.int
+    """number of the segment: rank by rank, layer by layer"""
     checksum: _builtins.int
     """as the writer sealed it"""
     payload: _builtins.bytes

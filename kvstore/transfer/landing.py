@@ -46,7 +46,7 @@ class Landing:
     def __init__(self, arena: Arena, blocks: Sequence[SlotRef]) -> None:
         self.blocks = blocks
         self._arena = arena
-        self._layers = arena.shape.layout.layers
+        self._layers = arena.shape.layout.segments
         slots = [ref.slot for ref in blocks]
         epochs = np.asarray([ref.epoch for ref in blocks], np.uint64)
         self._sealed = arena.segment_epoch[slots] == epochs[:, None]  # by an earlier source, perhaps

@@ -18,6 +18,7 @@ def layout_message(layout: KVLayout) -> pb.Layout:
         page_bytes=layout.page_bytes,
         dtype=layout.dtype,
         packing=layout.packing,
+        shards=layout.shards,
     )
 
 
@@ -30,6 +31,7 @@ def layout_from(message: pb.Layout) -> KVLayout:
         page_bytes=message.page_bytes,
         dtype=message.dtype,
         packing=message.packing,
+        shards=message.shards,
     )
 
 

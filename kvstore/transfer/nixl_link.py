@@ -257,7 +257,7 @@ class _Puller:
         self._there = there
         self._landing = landing
         self._segment_bytes = memory.arena.shape.layout.segment_bytes
-        self._layers = memory.arena.shape.layout.layers
+        self._layers = memory.arena.shape.layout.segments
         self._stopped = False
 
     def end(self) -> None:

@@ -38,7 +38,7 @@ class Probe:
         self.memory = LazyMemory(node, self.arena)
         self.arena.begin(_OFFERED.slot, _OFFERED.epoch, _NAME)
         self.arena.payload[_OFFERED.slot] = 1
-        for layer in range(shape.layout.layers):
+        for layer in range(shape.layout.segments):
             self.arena.seal(_OFFERED.slot, layer, _OFFERED.epoch, _NAME)
         self._epochs = itertools.count(_OFFERED.epoch + 1)
 

@@ -83,7 +83,7 @@ class Watched:
         self.refs = refs
         self._slots = [ref.slot for ref in refs]
         self._epochs = np.asarray([ref.epoch for ref in refs], np.uint64)
-        self._missing = np.ones((len(refs), arena.shape.layout.layers), bool)
+        self._missing = np.ones((len(refs), arena.shape.layout.segments), bool)
         self._follow = follow
         self._deadline_s = deadline_s
 

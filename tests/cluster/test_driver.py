@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,11 +57,15 @@ async def test_who_withdraws_right_after_the_start_is_gone_at_once(start: "Start
     await until(gone, "the conductor knows that it left", seconds=3.0)
 
 
-async def test_a_worker_of_another_model_is_left_out(start: "Start") -> None:
+async def test_a_worker_of_another_model_or_of_other_shards_is_left_out(
+    start: "Start", caplog: pytest.LogCaptureFixture
+) -> None:
     cluster = await start(prefill=1, decode=1)
     with pytest.raises(grpc.aio.AioRpcError, match="serves model other, this node's other workers fake"):
         await cluster.start_worker("decode", "decode-1", fingerprint="other")
     cluster.announce(cluster.member("decode", "decode-2", fingerprint="other"))
+    two_ranks = replace(cluster.member("decode", "decode-4"), tensor_parallel=2)
+    cluster.announce(two_ranks)
     await cluster.start_worker("decode", "decode-3")
     await cluster.known(4)
     assert {member["id"] for member in cluster.driver.status()["members"]} == {
@@ -69,6 +74,9 @@ async def test_a_worker_of_another_model_is_left_out(start: "Start") -> None:
         "node-0",
         "prefill-0",
     }
+    [told] = [line for line in caplog.messages if line.startswith("decode-4 is left out")]
+    assert "tensor_parallel=2" in told.split("the cluster")[0]
+    assert "tensor_parallel=0" in told.split("the cluster")[1]
     await asyncio.gather(*(cluster.answered_right(prompt(number)) for number in range(10)))
 
 

@@ -25,9 +25,7 @@ from kvstore.core.blocks import (
 
 ROOT = ChainRoot(model="a" * 32, dtype="float32", block_tokens=4)
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 2**32 - 1, 9]
-LAYOUT = KVLayout(
-    layers=2, block_tokens=32, page_tokens=16, page_bytes=1024, dtype="float32", packing="avx2/tp1"
-)
+LAYOUT = KVLayout(layers=2, block_tokens=32, page_tokens=16, page_bytes=1024, dtype="float32", packing="avx2")
 token_ids = st.lists(st.integers(0, 2**32 - 1), max_size=12)
 
 # Whoever changes these orphans every stored block: the version in the tags must change with them.
@@ -38,7 +36,7 @@ GOLDEN_BLOCKS = [
     "cd4c3d6ba9a008284c8ee0a07b68800db1a75215035c6741008569d07982d191",
 ]
 GOLDEN_TAIL = "833b7dec6f55fff184c5c2d7181258c6be356ff87e31032b5860671df776fa63"
-GOLDEN_LAYOUT = "fb742ea91820bda9"
+GOLDEN_LAYOUT = "0b8bcfcbddc2ab66"
 
 
 def test_golden_vectors() -> None:
@@ -140,6 +138,8 @@ def test_names_for_people_are_short() -> None:
 
 def test_sizes_follow_from_the_page() -> None:
     assert (LAYOUT.pieces, LAYOUT.segment_bytes, LAYOUT.block_bytes) == (2, 2048, 4096)
+    halves = replace(LAYOUT, page_bytes=LAYOUT.page_bytes // 2, shards=2)
+    assert (halves.segments, halves.segment_bytes, halves.block_bytes) == (4, 1024, 4096)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_blocks_and_tail_of_a_prompt(tokens: int, needed: tuple[int, int]) -> No
     assert blocks_needed(tokens, 32) == needed
 
 
-@pytest.mark.parametrize("field", ["layers", "block_tokens", "page_tokens", "page_bytes"])
+@pytest.mark.parametrize("field", ["layers", "block_tokens", "page_tokens", "page_bytes", "shards"])
 @pytest.mark.parametrize("size", [0, -1])
 def test_a_layout_without_size_is_refused(field: str, size: int) -> None:
     with pytest.raises(ValueError, match="at least 1"):
@@ -168,6 +168,7 @@ def test_every_field_of_a_layout_is_in_its_fingerprint() -> None:
         replace(LAYOUT, page_tokens=8),
         replace(LAYOUT, page_bytes=2048),
         replace(LAYOUT, dtype="bfloat16"),
-        replace(LAYOUT, packing="avx2/tp2"),
+        replace(LAYOUT, packing="avx512"),
+        replace(LAYOUT, shards=2),
     ]
     assert len({LAYOUT.fingerprint(), *(other.fingerprint() for other in others)}) == 1 + len(others)

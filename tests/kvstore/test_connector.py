@@ -213,10 +213,10 @@ def test_children_of_one_request_load_the_same_blocks_into_their_own_pages() -> 
     assert [(job.engine_request, job.pages) for job in jobs] == [
         (child, (10 * index, 10 * index + 1, 10 * index + 2)) for index, child in enumerate(children)
     ]
-    report = LoadReport(2, 0, "", 128, 0.1, 5.0)
-    scheduler.loads_ended({"1_r": report})
+    report = LoadReport(2, (), "", 128, 0.1, 5.0)
+    scheduler.loads_ended([("1_r", report)])
     told = [LoadReport.from_params(scheduler.finished(child, plan.to_params())[1]) for child in children[:2]]
-    assert told == [LoadReport(0, 0, "", 0, 0.0, 0.0), report], "each child tells of its own load"
+    assert told == [LoadReport(0, (), "", 0, 0.0, 0.0), report], "each child tells of its own load"
     assert scheduler.step(step_output()).stopped == []
 
 
@@ -227,7 +227,7 @@ def test_a_request_aborted_while_its_load_is_queued_is_still_loaded_and_so_repor
     scheduler.allocated("r", [1, 2, 3, 4])
     scheduler.finished("r", plan.to_params())
     assert [job.engine_request for job in scheduler.step(step_output()).loads] == ["r"]
-    scheduler.loads_ended({"r": LoadReport(2, 0, "", 128, 0.1, 5.0)})
+    scheduler.loads_ended([("r", LoadReport(2, (), "", 128, 0.1, 5.0))])
     told = LoadReport.from_params(scheduler.finished("r", plan.to_params())[1])
     assert told is not None and told.blocks == 0, "the report of a request long gone is kept for ever"
 
@@ -266,10 +266,24 @@ def test_what_a_failed_load_recomputes_is_not_saved_over_the_pools_own() -> None
     assert {save.block for save in saves} == set(plan.save)
 
 
-def test_reports_of_several_workers_are_joined() -> None:
-    one, two = (LoadReport(blocks, 0, "", 0, 0.0, 0.0) for blocks in (1, 2))
-    joined = LoadReports({"a": one}).aggregate(LoadReports({"b": two}))
-    assert joined.reports == {"a": one, "b": two}
+def test_a_load_has_ended_when_each_rank_has_told_and_what_one_rank_lacks_has_failed() -> None:
+    layout = replace(layout_of(), shards=2)
+    scheduler, plan = _Scheduler(layout), plan_of(layout, 12, reads=True)
+    for request in ("a", "b"):
+        scheduler.matched(request, plan.to_params(), 0)
+    whole = LoadReport(3, (), "", 64, 0.1, 5.0)
+    first = LoadReport(3, (1,), "block 1 came too late", 32, 0.3, 4.0, ("bb",))
+    other = LoadReport(3, (1, 2), "block 2 does not verify", 16, 0.2, 6.0, ("cc", "bb"))
+    in_one_step = LoadReports([("a", first), ("b", whole)]).aggregate(LoadReports([("b", whole)]))
+    scheduler.loads_ended(in_one_step.reports)
+    assert scheduler.take_stats().data["loads"] == 1, "one rank of `a` still loads"
+    scheduler.loads_ended([("a", other)])
+    counted = scheduler.take_stats().data
+    assert counted == {"loads": 1, "loaded_blocks": 1, "loaded_bytes": 48, "failed_blocks": 2}
+    joint = LoadReport(3, (1, 2), "block 1 came too late", 48, 0.3, 6.0, ("bb", "cc"))
+    assert LoadReport.from_params(scheduler.finished("a", plan.to_params())[1]) == joint
+    told = LoadReport.from_params(scheduler.finished("b", plan.to_params())[1])
+    assert told == replace(whole, kv_bytes=128)
 
 
 # -- the worker half ------------------------------------------------------------------------------------------------
@@ -278,11 +292,11 @@ def test_reports_of_several_workers_are_joined() -> None:
 class Engine:
     """The KV tensors of an engine, and the connector's worker half beside them, called as vLLM calls it."""
 
-    def __init__(self, arena: Arena, verify: bool = True) -> None:
+    def __init__(self, arena: Arena, verify: bool = True, rank: int = 0) -> None:
         layout = arena.shape.layout
         self.layout = layout
         self.kv = {name: torch.zeros(ENGINE_PAGES, layout.page_tokens, DIM) for name in LAYER_NAMES}
-        self.worker = _Worker(Arena.attach(arena.path, arena.shape), verify)
+        self.worker = _Worker(Arena.attach(arena.path, arena.shape), verify, rank)
         self.worker.register(self.kv)
         self.failed_pages: set[int] = set()
         self.finished: list[str] = []
@@ -349,8 +363,8 @@ def pool(layout: KVLayout, slots: int = 24) -> Iterator[Arena]:
 
 
 @contextmanager
-def engine(arena: Arena, verify: bool = True) -> Iterator[Engine]:
-    one = Engine(arena, verify)
+def engine(arena: Arena, verify: bool = True, rank: int = 0) -> Iterator[Engine]:
+    one = Engine(arena, verify, rank)
     try:
         yield one
     finally:
@@ -423,7 +437,7 @@ def test_what_one_engine_saved_another_loads(
         writer.run(scheduler.step(step_output()))
         for block in plan.save:
             assert arena.complete(block.slot, block.epoch)
-            assert arena.stopped[block.slot] == block.epoch
+            assert arena.has_stopped(block.slot, block.epoch)
         read = replace(plan, load=plan.save, load_tokens=prompt_tokens, save=())
         job = job_of(read, layout)
         reader.load(job)
@@ -483,7 +497,7 @@ def test_an_answer_is_saved_at_its_end_and_its_pages_are_let_go_once(
             writer.poll()
             time.sleep(0.0005)
         for index, block in enumerate(whole.save, cached):
-            assert arena.stopped[block.slot] == block.epoch, "the slot is never free again"
+            assert arena.has_stopped(block.slot, block.epoch), "the slot is never free again"
             assert arena.complete(block.slot, block.epoch) == (held and index < full)
         writer.run(scheduler.step(step_output()))
         assert writer.let_go == (["0_r"] if held else [])
@@ -547,7 +561,7 @@ def test_a_save_that_breaks_lets_the_pages_go() -> None:
         while not writer.let_go:
             assert time.monotonic() < until_s, "the pages are held for ever"
             writer.poll()
-        assert [int(arena.stopped[block.slot]) for block in whole.save] == [b.epoch for b in whole.save]
+        assert all(arena.has_stopped(block.slot, block.epoch) for block in whole.save)
 
 
 def test_a_load_follows_a_writer_that_is_still_at_work() -> None:
@@ -749,6 +763,46 @@ def test_a_stale_epoch_or_a_missing_layer_is_never_loaded(verify: bool) -> None:
         assert reader.reports["r"].failed_blocks == 2
 
 
+def test_each_rank_has_its_own_shard_of_every_block() -> None:
+    layout = replace(layout_of(), shards=2)
+    plan, values = plan_of(layout, 8), [numbers(8, seed) for seed in (1, 2)]
+    job = job_of(replace(plan, load=plan.save, load_tokens=8), layout)
+    with (
+        pool(layout) as arena,
+        engine(arena, rank=0) as first,
+        engine(arena, rank=1) as second,
+        engine(arena, rank=1) as reader,
+    ):
+        begun(arena, plan.save)
+        prefilled(first, plan, values[0])
+        first.run(StepMetadata(stopped=list(plan.save)))
+        for block in plan.save:
+            assert not arena.complete(block.slot, block.epoch), "half a block is none"
+            assert not arena.has_stopped(block.slot, block.epoch), "the other rank may still write"
+        prefilled(second, plan, values[1])
+        second.run(StepMetadata(stopped=list(plan.save)))
+        for block in plan.save:
+            assert arena.complete(block.slot, block.epoch)
+            assert arena.has_stopped(block.slot, block.epoch)
+        reader.load(job)
+        assert torch.equal(reader.read(list(job.pages), 8), values[1])
+        assert reader.reports["r"].kv_bytes == layout.block_bytes, "two blocks, one shard of two each"
+
+        slot = plan.save[1].slot
+        arena.payload[slot, 0, 3] ^= 1  # of the first rank, layer 0
+        again = replace(job, engine_request="again")
+        reader.load(again)
+        assert reader.reports["again"].failed == (), "the second rank's bytes are as they were"
+        first.load(again)
+        assert first.reports["again"].failed == (1,)
+        assert first.reports["again"].failure == "block 1 layer 0 of rank 0 does not verify"
+
+        arena.payload[slot, LAYERS:] = arena.payload[slot, :LAYERS]
+        arena.segment_sum[slot, LAYERS:] = arena.segment_sum[slot, :LAYERS]
+        reader.load(replace(job, engine_request="exchanged"))
+        assert reader.reports["exchanged"].failed == (1,), "one rank's bytes, with their sums, for another's"
+
+
 def test_a_load_that_breaks_is_reported_and_the_next_one_works() -> None:
     layout = layout_of()
     plan, values = plan_of(layout, 8), numbers(8)
@@ -784,7 +838,7 @@ def test_an_engine_of_another_layout_is_refused() -> None:
 def test_plans_and_reports_survive_the_journey() -> None:
     plan = plan_of(layout_of(), 11, cached_blocks=1)
     assert KVPlan.from_params(plan.to_params()) == plan
-    report = LoadReport(3, 1, "block 2 came too late", 99, 0.5, 7.0)
+    report = LoadReport(3, (2,), "block 2 came too late", 99, 0.5, 7.0)
     assert LoadReport.from_params(report.to_params()) == report
     assert LoadReport.from_params(plan.to_params()) is None
     assert LoadReport.from_params(None) is None

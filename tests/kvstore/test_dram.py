@@ -129,7 +129,7 @@ def test_another_process_fills_a_slot(arena: Arena) -> None:
         writer.stdin.flush()
         assert writer.stdout.readline() == "sealed\n"
         assert arena.complete(2, 9)
-        assert arena.stopped[2] == 9
+        assert arena.has_stopped(2, 9)
         assert (arena.payload[2] == 9).all()
         assert arena.verify(2, 1, 9, NAME, arena.payload[2, 1])
         writer.stdin.close()
@@ -188,9 +188,9 @@ def test_a_late_reader_is_told_so(arena: Arena) -> None:
 def test_a_late_word_of_an_old_writer_does_not_hide_a_newer_ones(arena: Arena) -> None:
     arena.stop(1, 8)
     arena.stop(1, 7)
-    assert arena.stopped[1] == 8
+    assert arena.has_stopped(1, 8)
     arena.stop(1, 9)
-    assert arena.stopped[1] == 9
+    assert arena.has_stopped(1, 9)
 
 
 def test_every_flipped_byte_fails(arena: Arena) -> None:

@@ -194,6 +194,12 @@ async def test_workers_of_one_layout_share_one_arena(node: Running) -> None:
 
 async def test_a_worker_of_another_layout_is_told_both(node: Running) -> None:
     await node.attach()
+    two_ranks = replace(LAYOUT, page_bytes=LAYOUT.page_bytes // 2, shards=2)
+    with refused(
+        PRECONDITION,
+        "worker two has tensor parallelism 2, this node's arena is for 1: prefill and decode engines exchange KV",
+    ):
+        await node.attach("two", layout=two_ranks)
     with refused(PRECONDITION, "must share model, dtype, block size and parallelism"):
         await node.attach(READER, layout=replace(LAYOUT, page_bytes=128))
     assert list((await node.status()).workers) == [WORKER]
