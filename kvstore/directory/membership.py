@@ -22,7 +22,6 @@ class Member:
     pid: int
     fingerprint: str = ""
     dtype: str = ""
-    precision: str = "exact"
     block_tokens: int = 0
     kv_bytes_per_token: int = 0
     max_model_len: int = 0
@@ -31,3 +30,5 @@ class Member:
     epoch: int = 0
     peer_address: str = ""
     """Where other nodes read from this one; empty: at `address` too."""
+    precision: str = "exact"
+    """The family of a worker's blocks."""
