@@ -1,6 +1,9 @@
 """Blocks that lie encoded on the SSD: what comes back, what a spoilt file becomes, and who may share a node."""
 
+import asyncio
+import logging
 import os
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -224,6 +227,22 @@ async def test_a_nodes_blocks_come_from_its_ssd_encoded(tmp_path: Path) -> None:
         await node.release("r", READER)
         verified: pb.VerifyReply = await node.stub.Verify(pb.Empty())
         assert (verified.ssd_blocks, verified.ssd_corrupt) == (2, 0)
+
+
+async def test_a_node_says_how_fast_its_codec_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvstore")
+    async with running(tmp_path, ssd_dir=tmp_path / "ssd", **NODE) as node:
+        await attach(node)
+        for _ in range(500):
+            if "codec int8" in caplog.text:
+                break
+            await asyncio.sleep(0.01)
+    said = re.search(
+        r"codec int8-token-head-1: encodes ([\d.]+) .* decodes ([\d.]+), .* (3\.76) times smaller",
+        caplog.text,
+    )
+    assert said is not None
+    assert min(map(float, said.groups())) > 0
 
 
 async def test_a_refused_block_stays_in_dram(tmp_path: Path) -> None:
