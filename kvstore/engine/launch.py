@@ -42,8 +42,11 @@ def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> di
     }
     openmp = _intel_openmp()
     if openmp is not None:
-        preload = [str(openmp), *filter(None, inherited.get("LD_PRELOAD", "").split(":"))]
-        environment["LD_PRELOAD"] = ":".join(dict.fromkeys(preload))
+        # A process has one OpenMP. vLLM puts GNU's into the environment of a process that it finds without Intel's,
+        # and a worker process that inherits both fails an assertion of vLLM's.
+        inherited_libraries = inherited.get("LD_PRELOAD", "").replace(" ", ":").split(":")
+        others = [library for library in inherited_libraries if library and "libgomp" not in library]
+        environment["LD_PRELOAD"] = ":".join(dict.fromkeys([str(openmp), *others]))
     return environment
 
 

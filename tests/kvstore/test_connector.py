@@ -13,7 +13,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from kvstore.core.blocks import BlockHash, KVLayout, RequestId
@@ -24,7 +24,7 @@ from kvstore.tiers.dram import Arena, ArenaShape
 DIM = 2  # float32 numbers of KV per token and layer
 LAYERS = 2
 LAYER_NAMES = [f"model.layers.{index}.self_attn.attn" for index in range(LAYERS)]
-ENGINE_PAGES = 64
+ENGINE_PAGES = 96
 SOON_S = 20.0
 
 
@@ -454,6 +454,14 @@ def test_what_one_engine_saved_another_loads(
     cached_blocks=st.integers(0, 4),
     lost_pages=st.sampled_from([0, 0, 0, 1, 40]),
     told_first=st.booleans(),
+)
+@example(  # the most pages
+    layout=layout_of(page_tokens=1, pieces=1),
+    prompt_tokens=24,
+    answer_tokens=16,
+    cached_blocks=0,
+    lost_pages=0,
+    told_first=False,
 )
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_an_answer_is_saved_at_its_end_and_its_pages_are_let_go_once(
