@@ -397,7 +397,7 @@ class KVNode(KVNodeServicer):
         until_s = await self._until_s(request.lease_s, context)
         names = await self._names(request.hashes, context)
         tail = (await self._names([request.tail_hash], context))[0] if request.tail_hash else None
-        await self._fetch(names, await self._peer(request.source, context), request.fetch_s)
+        await self._fetch(names, await self._peer(request.sources, context), request.fetch_s)
         if RequestId(request.request_id) in self._given_up:
             await context.abort(
                 grpc.StatusCode.ABORTED, f"request {request.request_id} was given up before it was here"
@@ -470,13 +470,13 @@ class KVNode(KVNodeServicer):
         pool, _ = await self._ready(context)
         key = (RequestId(request.request_id), self._holder(request.holder))
         until_s = await self._until_s(request.lease_s, context)
-        if request.slots and request.source.address:
+        if request.slots and request.sources:
             found = await self._follow(request, key, until_s, context)
         elif request.slots:
             found = pool.lease(*key, [(slot.slot, slot.epoch) for slot in request.slots], until_s)
         else:
             names = await self._names(request.hashes, context)
-            await self._fetch(names, await self._peer(request.source, context), request.fetch_s)
+            await self._fetch(names, await self._peer(request.sources, context), request.fetch_s)
             found = pool.acquire(*key, names, until_s)
         if isinstance(found, NoRoom):
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, _no_room(found))
@@ -507,23 +507,28 @@ class KVNode(KVNodeServicer):
         assert self._fetcher is not None
         names = await self._names([slot.hash for slot in request.slots], context)
         uses = dict(zip(names, request.slots, strict=True))
-        peer = await self._peer(request.source, context, uses)
+        peer = await self._peer(request.sources[:1], context, uses)
         assert peer is not None
         tail = names.pop() if request.has_tail else None
         return self._fetcher.follow(*key, names, tail, peer, until_s, time.monotonic() + request.lease_s)
 
     async def _peer(
-        self, source: pb.Node, context: Context, uses: Mapping[BlockHash, pb.Slot] = MappingProxyType({})
+        self,
+        sources: Sequence[pb.Node],
+        context: Context,
+        uses: Mapping[BlockHash, pb.Slot] = MappingProxyType({}),
     ) -> PeerSource | None:
-        """The other node, or None when no address is given."""
-        if not source.address:
+        """The other nodes, or None when none is named."""
+        for source in sources:
+            if source.node_id == self._config.node_id or not source.address:
+                await context.abort(
+                    grpc.StatusCode.INVALID_ARGUMENT,
+                    f"source {source.node_id!r} at {source.address!r}: {self._config.node_id} reads from other nodes",
+                )
+        if not sources:
             return None
-        if source.node_id == self._config.node_id:
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, f"{source.node_id} is this node: it reads from others"
-            )
         assert self._neighbours is not None
-        return PeerSource([self._neighbours.link(source.address, uses)], uses)
+        return PeerSource([self._neighbours.link(source.address, uses) for source in sources], uses)
 
     async def Read(self, request: pb.ReadRequest, context: Context) -> AsyncIterator[pb.ReadReply]:
         await self._ready(context)

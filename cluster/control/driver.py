@@ -48,6 +48,7 @@ _MEMBERSHIP_POLL_S = 0.25
 _SNAPSHOT_S = 10.0
 _SNAPSHOT_RETRY_S = 0.5
 _SUBSCRIBER_BACKLOG_MAX = 10_000
+_SOURCES_MAX = 3
 
 
 class NoWorkers(Exception):  # noqa: N818  # a state of the cluster, not a fault
@@ -63,7 +64,8 @@ class Decided:
     decode: Member | None = None
     prefill_node: Member | None = None
     decode_node: Member | None = None
-    source: Member | None = None
+    sources: tuple[Member, ...] = ()
+    """Who has the cached blocks: the placement's source, and others in case that one is gone."""
 
 
 class Driver:
@@ -114,11 +116,23 @@ class Driver:
                     decode,
                     self._members.get(prefill.node) if prefill is not None else None,
                     self._members.get(decode.node),
-                    self._members.get(command.source or ""),
+                    self._sources(command, arrival),
                 )
             if isinstance(command, RetryAfter | Reject):
                 return Decided(command)
         raise AssertionError(f"the conductor gave no answer to {arrival.request}")
+
+    def _sources(self, place: Place, arrival: Arrive) -> tuple[Member, ...]:
+        """The placement's source, then others that hold as much of the prompt, those with the most of it in DRAM first."""
+        assert self._core is not None
+        if place.source is None:
+            return ()
+        held = self._core.index.match(arrival.chain)
+        enough = held[place.source].blocks
+        others = [node for node in held if node != place.source and held[node].blocks >= enough]
+        others.sort(key=lambda node: (-held[node].dram, node))
+        nodes = [place.source, *others[: _SOURCES_MAX - 1]]
+        return tuple(self._members[node] for node in nodes if node in self._members)
 
     def report(self, event: Event) -> None:
         if self._core is not None:

@@ -229,7 +229,7 @@ class ReserveRequest(_message.Message):
     HASHES_FIELD_NUMBER: _builtins.int
     TAIL_HASH_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
-    SOURCE_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
     FETCH_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     worker_id: _builtins.str
@@ -241,8 +241,8 @@ class ReserveRequest(_message.Message):
     @_builtins.property
     def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     @_builtins.property
-    def source(self) -> Global___Node:
-        """who may have blocks of the prefix that this node lacks; empty: nobody"""
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___Node]:
+        """who may have blocks of the prefix that this node lacks, the best first"""
 
     def __init__(
         self,
@@ -252,12 +252,12 @@ class ReserveRequest(_message.Message):
         hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         tail_hash: _builtins.bytes = ...,
         lease_s: _builtins.float = ...,
-        source: Global___Node | None = ...,
+        sources: _abc.Iterable[Global___Node] | None = ...,
         fetch_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch_s", b"fetch_s", "hashes", b"hashes", "lease_s", b"lease_s", "request_id", b"request_id", "source", b"source", "tail_hash", b"tail_hash", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch_s", b"fetch_s", "hashes", b"hashes", "lease_s", b"lease_s", "request_id", b"request_id", "sources", b"sources", "tail_hash", b"tail_hash", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -409,7 +409,7 @@ class LeaseRequest(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
-    SOURCE_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
     HAS_TAIL_FIELD_NUMBER: _builtins.int
     FETCH_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -428,8 +428,8 @@ class LeaseRequest(_message.Message):
         """... or by name"""
 
     @_builtins.property
-    def source(self) -> Global___Node:
-        """`slots` are those of this other node, or blocks that `hashes` names may be there"""
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___Node]:
+        """`slots` are those of the first of these other nodes, or blocks that `hashes` names may be there"""
 
     def __init__(
         self,
@@ -439,13 +439,13 @@ class LeaseRequest(_message.Message):
         slots: _abc.Iterable[Global___Slot] | None = ...,
         hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         lease_s: _builtins.float = ...,
-        source: Global___Node | None = ...,
+        sources: _abc.Iterable[Global___Node] | None = ...,
         has_tail: _builtins.bool = ...,
         fetch_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch_s", b"fetch_s", "has_tail", b"has_tail", "hashes", b"hashes", "holder", b"holder", "lease_s", b"lease_s", "request_id", b"request_id", "slots", b"slots", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch_s", b"fetch_s", "has_tail", b"has_tail", "hashes", b"hashes", "holder", b"holder", "lease_s", b"lease_s", "request_id", b"request_id", "slots", b"slots", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
