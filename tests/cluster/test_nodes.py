@@ -47,7 +47,7 @@ async def test_the_decode_node_reads_the_prompt_from_the_prefill_node(start: Sta
     await cluster.answered_right(prompt(tokens))
     assert cluster.computed("decode") == 1, "only the last prompt token is computed by the decode engine"
     there = await status(cluster.nodes[1])
-    assert there.fetched_peer_blocks == -(-tokens // BLOCK)
+    assert there.fetched_peer_blocks == there.followed_blocks == -(-tokens // BLOCK)
     assert there.committed == tokens // BLOCK, "the tail is private and goes with its request"
 
 
@@ -89,7 +89,9 @@ async def test_blocks_that_left_dram_come_from_the_ssd(start: Start, tmp_path: P
     computed = cluster.computed("prefill")
     await cluster.answered_right(first)
     assert cluster.computed("prefill") - computed == 1
-    assert (await status(cluster.node)).fetched_ssd_blocks >= 7, "as many as had left DRAM"
+    now = await status(cluster.node)
+    assert now.fetched_ssd_blocks >= 7, "as many as had left DRAM"
+    assert (now.asked_blocks, now.hit_dram_blocks + now.fetched_ssd_blocks) == (3 * 8, 8)
 
 
 async def test_blocks_come_from_the_ssd_of_another_node(start: Start, tmp_path: Path) -> None:
