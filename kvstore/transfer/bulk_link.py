@@ -1,4 +1,4 @@
-"""The reader's end of a bulk socket: a thread that receives into the arena's slots, and verifies what has just come."""
+"""The reader's end of a bulk socket: a thread that receives into the arena's slots."""
 
 import asyncio
 import socket
@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 
 from kvstore.transfer.frames import HEADER_BYTES, TOKEN_BYTES, Frame, Kind
-from kvstore.transfer.landing import Landing, told
+from kvstore.transfer.landing import Landed, Landing, Segments, Void, landed
 from kvstore.transfer.link import Progress
 from kvstore.transfer.serve_reads import bulk_path
 from kvstore.transfer.tls import TlsConfig
 
 _CONNECT_S = 5.0
-_CACHED_BYTES = 2**19  # so much is verified at once: small enough to be in the cache still
 
 
 async def receive(
@@ -38,7 +37,7 @@ async def receive(
     receiver = _Receiver(connection, token, landing, segment_bytes)
     call_ended.add_done_callback(lambda _: receiver.stop())
     try:
-        async with aclosing(told(receiver.receive, receiver.stop)) as steps:
+        async with aclosing(landed(landing, receiver.receive, receiver.stop)) as steps:
             async for step in steps:
                 yield step
     finally:
@@ -82,15 +81,14 @@ class _Receiver:
         self._token = token
         self._landing = landing
         self._segment_bytes = segment_bytes
-        self._run = max(1, _CACHED_BYTES // segment_bytes)
 
-    def receive(self, put: Callable[[list[Progress]], None]) -> None:
+    def receive(self, put: Callable[[Landed], None]) -> None:
         """To be run in a thread. Raises OSError or ValueError."""
         self._socket.setblocking(True)
         if isinstance(self._socket, ssl.SSLSocket):
             self._socket.do_handshake()
-        while (steps := self._frame()) is not None:
-            put(steps)
+        while self._frame(put):
+            pass
 
     def stop(self) -> None:
         """Ends `receive` soon. May be called at any time, also after `close`."""
@@ -100,30 +98,23 @@ class _Receiver:
     def close(self) -> None:
         self._socket.close()
 
-    def _frame(self) -> list[Progress] | None:
-        """Lands one frame. None for the last."""
+    def _frame(self, put: Callable[[Landed], None]) -> bool:
+        """Lands one frame. False for the last."""
         frame = Frame.unpack(self._bytes(HEADER_BYTES), self._token)
         if frame.kind is Kind.END:
-            return None
+            return False
         if frame.kind is Kind.VOID:
-            return self._landing.void(frame.block, frame.reason.words)
+            put(Void(frame.block, frame.reason.words))
+            return True
         if frame.length != frame.layers * self._segment_bytes:
             raise ValueError(f"{frame.layers} segments of {frame.length} bytes")
         buffers, fresh = self._landing.place(frame.block, frame.layer, frame.layers)
         sums = np.frombuffer(self._bytes(8 * frame.layers), "<u8").astype(np.uint64)
-        steps: list[Progress] = []
-        layer = frame.layer
         for buffer in buffers:
-            for start in range(0, len(buffer), self._run * self._segment_bytes):
-                part = buffer[start : start + self._run * self._segment_bytes]
-                self._fill(part)
-                layers = [
-                    one for one in range(layer, layer + len(part) // self._segment_bytes) if one in fresh
-                ]
-                layer += len(part) // self._segment_bytes
-                if layers:
-                    steps += self._landing.take(frame.block, layers, sums[np.asarray(layers) - frame.layer])
-        return steps
+            self._fill(buffer)
+        if fresh:
+            put(Segments(frame.block, fresh, sums[np.asarray(fresh) - frame.layer]))
+        return True
 
     def _bytes(self, count: int) -> bytes:
         buffer = bytearray(count)

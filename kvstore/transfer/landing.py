@@ -119,70 +119,48 @@ class Landing:
         return steps
 
 
-async def told(
-    tell: Callable[[Callable[[list[Progress]], None]], None], stop: Callable[[], None]
+async def landed(
+    landing: Landing, receive: Callable[[Callable[[Landed], None]], None], stop: Callable[[], None]
 ) -> AsyncGenerator[Progress, None]:
-    """Runs `tell(put)` in a thread and yields what it puts; raises what it raises, after all that it had put.
+    """Runs `receive(put)` in a thread, and in a second one verifies and seals what it puts, while more is coming.
 
-    `stop` makes it return soon; when this generator has ended, so has the thread.
+    Both release the interpreter's lock in what takes time, so the event loop goes on. Raises what `receive` raises,
+    after all that it had put. `stop` makes it return soon; when this generator has ended, both threads have.
     """
     loop = asyncio.get_running_loop()
-    batches: asyncio.Queue[list[Progress]] = asyncio.Queue()
+    steps: asyncio.Queue[Progress | None] = asyncio.Queue()
+    waiting: SimpleQueue[Landed | None] = SimpleQueue()
 
-    def put(steps: list[Progress]) -> None:
-        if steps:
-            loop.call_soon_threadsafe(batches.put_nowait, steps)
-
-    def run() -> None:
+    def received() -> None:
         try:
-            tell(put)
+            receive(waiting.put)
         finally:
-            loop.call_soon_threadsafe(batches.put_nowait, [])
+            waiting.put(None)
 
-    threads = ThreadPoolExecutor(1, thread_name_prefix="landing")
-    telling = loop.run_in_executor(threads, run)
+    def verified() -> None:
+        try:
+            while (one := waiting.get()) is not None:
+                for step in _taken(landing, one):
+                    loop.call_soon_threadsafe(steps.put_nowait, step)
+        finally:
+            loop.call_soon_threadsafe(steps.put_nowait, None)
+
+    threads = ThreadPoolExecutor(2, thread_name_prefix="landing")
+    receiving, verifying = loop.run_in_executor(threads, received), loop.run_in_executor(threads, verified)
     try:
-        while steps := await batches.get():
-            for step in steps:
-                yield step
-        await telling
+        while (step := await steps.get()) is not None:
+            yield step
+        await verifying
+        await receiving
     finally:
         stop()
         try:
-            await finished(asyncio.gather(telling, return_exceptions=True), stop)
+            await finished(asyncio.gather(receiving, verifying, return_exceptions=True), stop)
         finally:
             threads.shutdown()
 
 
-def verified_beside(
-    landing: Landing, receive: Callable[[Callable[[Landed], None]], None], stop: Callable[[], None]
-) -> Callable[[Callable[[list[Progress]], None]], None]:
-    """Something for `told`: verifies what `receive(put)` puts while that goes on in a second thread.
-
-    For bytes that come without the processor's doing; what the receiving thread copies itself is verified quickest
-    there, while it is in the cache.
-    """
-
-    def tell(put: Callable[[list[Progress]], None]) -> None:
-        waiting: SimpleQueue[Landed | None] = SimpleQueue()
-
-        def received() -> None:
-            try:
-                receive(waiting.put)
-            finally:
-                waiting.put(None)
-
-        with ThreadPoolExecutor(1, thread_name_prefix="landing") as threads:
-            receiving = threads.submit(received)
-            try:
-                while (one := waiting.get()) is not None:
-                    if isinstance(one, Void):
-                        put(landing.void(one.block, one.reason))
-                    else:
-                        put(landing.take(one.block, one.layers, one.sums))
-            except BaseException:
-                stop()
-                raise
-            receiving.result()
-
-    return tell
+def _taken(landing: Landing, one: Landed) -> list[Progress]:
+    if isinstance(one, Void):
+        return landing.void(one.block, one.reason)
+    return landing.take(one.block, one.layers, one.sums)

@@ -26,7 +26,7 @@ from kvstore.core.blocks import NodeId
 from kvstore.tiers.dram import Arena
 from kvstore.transfer import kv_pb2 as pb
 from kvstore.transfer.frames import Reason
-from kvstore.transfer.landing import Landed, Landing, Segments, Void, told, verified_beside
+from kvstore.transfer.landing import Landed, Landing, Segments, Void, landed
 from kvstore.transfer.link import Progress
 
 _BATCH_BYTES = 8 * 2**20
@@ -218,9 +218,7 @@ async def pull(
     telling = asyncio.ensure_future(_tell(replies, puller.sealed.put))
     telling.add_done_callback(lambda _: puller.end())
     try:
-        async with aclosing(
-            told(verified_beside(landing, puller.receive, puller.stop), puller.stop)
-        ) as steps:
+        async with aclosing(landed(landing, puller.receive, puller.stop)) as steps:
             async for step in steps:
                 yield step
         await telling
