@@ -52,6 +52,7 @@ def up(  # one parameter a flag
     ssd_dir: Annotated[Path | None, typer.Option(help="folder of the SSD tier; none: no such tier")] = None,
     ssd_bytes: Annotated[int | None, typer.Option(help="how much of the disk each node may take")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="context length in tokens")] = None,
+    policy: Annotated[str | None, typer.Option(help="how workers are chosen for a request")] = None,
 ) -> None:
     """Start a cluster on this machine and serve until Ctrl-C."""
     settings = _configured(
@@ -69,6 +70,7 @@ def up(  # one parameter a flag
             },
             "pool": {"dram_bytes": dram_bytes, "ssd_dir": ssd_dir, "ssd_bytes": ssd_bytes},
             "engine": {"max_model_len": max_model_len, "reasoning_parser": reasoning_parser},
+            "scheduling": {"policy": policy},
         },
     )
     from cluster.control.local import LocalCluster, Part, PartFailedError

@@ -224,6 +224,8 @@ class Driver:
                     block_tokens=member.block_tokens,
                     kv_bytes_per_token=member.kv_bytes_per_token,
                     policy=self._config.policy,
+                    options=tuple(self._config.options.items()),
+                    overload=self._config.overload,
                     inflight_max=self._config.inflight_max,
                 ),
                 self._chance,

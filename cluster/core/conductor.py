@@ -56,8 +56,9 @@ from cluster.core.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from cluster.core.routing import POLICIES, Chance
-from cluster.core.state import ConductorConfig, Role, View, Worker
+from cluster.core.policies import policy
+from cluster.core.routing import Chance, needs_prefill
+from cluster.core.state import ConductorConfig, Overload, Role, Slo, View, Worker
 from kvstore.core.blocks import NodeId, RequestId, WorkerId
 from kvstore.core.prefix_index import PrefixIndex
 
@@ -71,10 +72,15 @@ class Stage(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class Flight:
-    """One attempt of one request that was placed and is not over. `step_s` is the uncorrected step at its start."""
+    """One attempt of one request that was placed and is not over. `step_s` is the uncorrected step at its start.
+
+    `computes` is who computes the prompt, the prefill worker or the decode worker itself; None where it is all there.
+    """
 
     place: Place
+    slo: Slo
     placed_s: float
+    computes: WorkerId | None
     stage: Stage
     step_s: float = 0.0
 
@@ -86,7 +92,7 @@ class Conductor:
         self.config = config
         self.index = PrefixIndex()
         self._chance = chance
-        self._policy = POLICIES[config.policy]
+        self._policy = policy(config.policy, dict(config.options))
         self._now_s = float("-inf")
         self._workers: dict[WorkerId, Worker] = {}
         self._flights: dict[RequestId, Flight] = {}
@@ -95,7 +101,15 @@ class Conductor:
         self._directory_lost_s = float("inf")
         self._output_tokens = float(config.output_tokens_guess)
         self._ttft_fit = Fit()
-        self._counts = {"placed": 0, "retried": 0, "rejected": 0, "finished": 0, "failed": 0, "aborted": 0}
+        self._counts = {
+            "placed": 0,
+            "retried": 0,
+            "rejected": 0,
+            "finished": 0,
+            "failed": 0,
+            "aborted": 0,
+            "wasted": 0,
+        }
 
     # -- events in, commands out
 
@@ -172,10 +186,11 @@ class Conductor:
     def _decide(self, event: Arrive) -> Place | RetryAfter | Reject:
         view = self._view(event)
         roles = [worker.role for worker in self._workers.values()]
-        refusal = gate(view, event, Role.PREFILL in roles, Role.DECODE in roles)
+        needed = not self._policy.at_decode and needs_prefill(view, event)
+        refusal = gate(view, event, Role.PREFILL in roles, Role.DECODE in roles, needed)
         if refusal is not None:
             return refusal
-        verdict = judge(view, event, self._policy(view, event, self._chance))
+        verdict = judge(view, event, self._policy.rank(view, event, self._chance))
         if isinstance(verdict, Reject):
             self._doubt(verdict.explanation)
         return self._place(view, verdict, event) if isinstance(verdict, Admit) else verdict
@@ -218,12 +233,21 @@ class Conductor:
             cached_tokens_expected=chosen.cached_tokens,
             source=chosen.source,
             explanation=verdict.explanation,
+            step_s_max=chosen.step_s_max,
         )
-        self._workers[chosen.decode].stream(event.request, view.context_tokens)
-        if chosen.prefill is not None:
-            self._workers[chosen.prefill].queue(event.request, round(chosen.cost.prefill_s * 1e6))
-        stage = Stage.HANDING_OFF if chosen.prefill is None else Stage.QUEUED
-        self._flights[event.request] = Flight(place=place, placed_s=self._now_s, stage=stage)
+        cost = chosen.cost
+        ready_s = self._now_s + cost.ttft_s - cost.decode_wait_s - cost.tbt_s
+        self._workers[chosen.decode].stream(event.request, view.context_tokens, ready_s)
+        computes = chosen.prefill or (chosen.decode if cost.prefill_s else None)
+        if computes is not None:
+            self._workers[computes].queue(event.request, round(cost.prefill_s * 1e6))
+        self._flights[event.request] = Flight(
+            place=place,
+            slo=event.slo,
+            placed_s=self._now_s,
+            computes=computes,
+            stage=Stage.HANDING_OFF if computes is None else Stage.QUEUED,
+        )
         return place
 
     # -- following what was placed
@@ -251,7 +275,7 @@ class Conductor:
             case PrefillStarted():
                 self._prefill_started(flight)
             case PrefillFinished():
-                self._prefill_finished(flight, event)
+                return self._prefill_finished(flight, event)
             case PrefillLost():
                 self._suspect(flight, "prefill")
             case DecodeStarted():
@@ -276,27 +300,44 @@ class Conductor:
             self._workers[failed].suspect_until_s = self._now_s + self.config.suspect_s
 
     def _prefill_started(self, flight: Flight) -> None:
-        if flight.stage is Stage.QUEUED and flight.place.prefill is not None:
+        if flight.stage is Stage.QUEUED and flight.computes is not None:
             flight.stage = Stage.PREFILLING
-            self._workers[flight.place.prefill].start(flight.place.request, self._now_s)
+            self._workers[flight.computes].start(flight.place.request, self._now_s)
 
-    def _prefill_finished(self, flight: Flight, event: PrefillFinished) -> None:
-        if flight.stage not in (Stage.QUEUED, Stage.PREFILLING) or flight.place.prefill is None:
-            return
+    def _prefill_finished(self, flight: Flight, event: PrefillFinished) -> list[Command]:
+        if flight.stage not in (Stage.QUEUED, Stage.PREFILLING) or flight.computes is None:
+            return []
         flight.stage = Stage.HANDING_OFF
-        worker = self._workers[flight.place.prefill]
-        worker.release(event.request)
+        worker = self._workers[flight.computes]
+        worker.computed(event.request)
         predicted_s = prefill_s(worker.coefficients, event.cached_tokens, event.computed_tokens)
         worker.fit = worker.fit.observe(predicted_s, event.observed_s)
+        return self._judge_again(flight)
+
+    def _judge_again(self, flight: Flight) -> list[Command]:
+        """Mooncake's modes of overload look at the decode worker once more before it gets the request."""
+        limit_s, mode, place = flight.slo.tbt_s, self.config.overload, flight.place
+        if limit_s is None or mode not in (Overload.NONE, Overload.EARLY, Overload.PREDICTIVE):
+            return []
+        worker = self._workers[place.decode]
+        own = worker.streams[place.request]
+        decoding = [stream for stream in worker.streams.values() if stream.since_s is not None]
+        if worker.step_with_s(decoding, own.context_tokens) <= limit_s:
+            return []
+        self._counts["wasted"] += 1
+        self._end(place.request)
+        return [Abort(request=place.request, attempt=place.attempt, reason="tbt_s")]
 
     def _decode_started(self, flight: Flight) -> None:
         """Whatever was not heard of the prefill: it is over once the decode worker has the KV."""
         if flight.stage is Stage.DECODING:
             return
         flight.stage = Stage.DECODING
-        flight.step_s = self._uncorrected_step_s(self._workers[flight.place.decode])
-        if flight.place.prefill in self._workers:
-            self._workers[flight.place.prefill].release(flight.place.request)
+        worker = self._workers[flight.place.decode]
+        worker.streams[flight.place.request].since_s = self._now_s
+        flight.step_s = self._uncorrected_step_s(worker)
+        if flight.computes in self._workers:
+            self._workers[flight.computes].computed(flight.place.request)
 
     def _finished(self, flight: Flight, event: Finished) -> None:
         """Learn from the answer. Its batch changed while it ran: the mean of both ends stands for what it saw."""
@@ -323,8 +364,8 @@ class Conductor:
         if flight is None:
             return False
         self._workers[flight.place.decode].release(request)
-        if flight.place.prefill in self._workers:
-            self._workers[flight.place.prefill].release(request)
+        if flight.computes in self._workers:
+            self._workers[flight.computes].release(request)
         return True
 
     # -- members
@@ -417,8 +458,8 @@ class Conductor:
         for request, flight in self._flights.items():
             assert flight.place.request == request
             streams[flight.place.decode].append(request)
-            if flight.place.prefill is not None and flight.stage in (Stage.QUEUED, Stage.PREFILLING):
-                queued[flight.place.prefill].append(request)
+            if flight.computes is not None and flight.stage in (Stage.QUEUED, Stage.PREFILLING):
+                queued[flight.computes].append(request)
         for worker in self._workers.values():
             worker.check()
             assert list(worker.queue_us) == queued[worker.id], f"{worker.id}: queue and flights disagree"
@@ -448,7 +489,7 @@ class Conductor:
             "role": worker.role.value,
             "node": worker.node,
             "address": worker.address,
-            "requests": len(worker.queue_us) + len(worker.streams),
+            "requests": len(worker.queue_us.keys() | worker.streams.keys()),
             "queue_s": worker.queue_s(self._now_s),
             "context_tokens": worker.context_tokens,
             "fit": asdict(worker.fit),
@@ -471,4 +512,4 @@ def _identity(worker: Worker) -> tuple[object, ...]:
 def _needs(flight: Flight, worker: WorkerId) -> bool:
     """Whether the flight is lost without `worker`; a prefill that is over needs its worker no more."""
     before_handoff = flight.stage in (Stage.QUEUED, Stage.PREFILLING)
-    return flight.place.decode == worker or (before_handoff and flight.place.prefill == worker)
+    return flight.place.decode == worker or (before_handoff and flight.computes == worker)

@@ -192,7 +192,8 @@ class PrefillEngine:
         self._busy = False
         self.busy_s = 0.0
 
-    def prefill(self, job: Job, fetched_s: float) -> None:
+    def prefill(self, job: Job, fetched_s: float, step_s_max: float | None = None) -> None:
+        assert step_s_max is None, "a prefill engine has no steps"
         self._queue.append((job, fetched_s))
         if not self._busy:
             self._next()

@@ -37,7 +37,7 @@ from cluster.core.events import (
     WorkerJoined,
 )
 from cluster.core.log import entry
-from cluster.core.state import ConductorConfig, Role, Slo, TenantId
+from cluster.core.state import ConductorConfig, Overload, Role, Slo, TenantId
 from cluster.sim.clock import Clock
 from cluster.sim.devices import DecodeEngine, Gaps, Job, Node, PrefillEngine, transfer
 from cluster.sim.profiles import Profile
@@ -61,6 +61,8 @@ class Scenario:
     prefill: int
     decode: int
     policy: str = "load"
+    options: tuple[tuple[str, float], ...] = ()
+    overload: Overload = Overload.RESERVED
     slo: Slo = Slo()
     rate: float = 1.0
     seed: int = 0
@@ -338,7 +340,7 @@ class Simulation:
         worker = self._workers[place.prefill or place.decode]
         fetched_s = self._fetch(job, worker.node, place.source)
         outcome.cached_tokens = job.cached_tokens
-        worker.engine.prefill(job, fetched_s)
+        worker.engine.prefill(job, fetched_s, place.step_s_max)
 
     def _fetch(self, job: Job, node: Node, source: NodeId | None) -> float:
         """Bring the chain's beginning to `node`; when all that it will have is there."""
@@ -415,6 +417,9 @@ def config(scenario: Scenario) -> ConductorConfig:
         block_tokens=profile.block_tokens,
         kv_bytes_per_token=profile.kv_bytes_per_token,
         policy=scenario.policy,
+        options=scenario.options,
+        overload=scenario.overload,
+        chunk_tokens=scenario.chunk_tokens,
         inflight_max=scenario.inflight_max,
         request_s_max=1e9,
         output_tokens_guess=256,

@@ -12,7 +12,7 @@ import pytest
 from cluster.core.conductor import Conductor
 from cluster.core.cost import decode_step_s, fetch_s, prefill_s
 from cluster.core.log import replay
-from cluster.core.routing import POLICIES
+from cluster.core.policies import POLICIES
 from cluster.core.state import Slo
 from cluster.sim.devices import Gaps
 from cluster.sim.driver import Result, Scenario, Simulation, config

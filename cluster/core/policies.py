@@ -1,0 +1,215 @@
+"""The policies, by name in `POLICIES`: each ranks the ways to serve one request; none admits or places.
+
+`rank` is a function of (view, request, chance, options) that returns candidates, best first: `chance` gives numbers in
+[0, 1), options are keywords with defaults.  A policy of others is as they published it, with its own cost function, and
+offers the one way that it would take; the seconds that explain and judge it are ours for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from inspect import Parameter, signature
+from math import inf
+
+from cluster.core.commands import Candidate
+from cluster.core.events import Arrive
+from cluster.core.routing import (
+    NOTHING,
+    SHORTLIST,
+    Chance,
+    Offer,
+    at_decode,
+    best_offers,
+    decode_s,
+    local_offer,
+    local_offers,
+    longest,
+    needs_prefill,
+    offer_from,
+    pair,
+    pool_alone,
+    quickest,
+)
+from cluster.core.state import View, Worker
+
+Rank = Callable[..., list[Candidate]]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """`at_decode`: decode workers compute prompts, so that no prefill worker is needed."""
+
+    rank: Rank
+    at_decode: bool = False
+
+    @property
+    def options(self) -> dict[str, float]:
+        """By name, with their defaults."""
+        parameters = signature(self.rank).parameters.values()
+        return {one.name: one.default for one in parameters if one.kind is Parameter.KEYWORD_ONLY}
+
+
+def policy(name: str, options: Mapping[str, float]) -> Policy:
+    """The policy of that name with these options. Raises ValueError naming a policy or option that there is not."""
+    if name not in POLICIES:
+        raise ValueError(f"policy {name!r} is none of {', '.join(POLICIES)}")
+    chosen = POLICIES[name]
+    for option in options:
+        if option not in chosen.options:
+            known = ", ".join(chosen.options) or "none"
+            raise ValueError(f"policy {name!r} has no option {option!r}; it has {known}")
+    return Policy(partial(chosen.rank, **options), chosen.at_decode)
+
+
+# -- ours -----------------------------------------------------------------------------------------------------------
+
+
+def load(view: View, request: Arrive, chance: Chance) -> list[Candidate]:
+    """Least predicted time to first token; between equals, least time between tokens."""
+    offers = sorted(best_offers(view, request), key=_seconds)[:SHORTLIST]
+    decode = sorted(view.decode, key=lambda worker: (sum(decode_s(view, worker)), worker.id))[:SHORTLIST]
+    candidates = [pair(view, request, offer, worker) for offer in offers for worker in decode]
+    return sorted(candidates, key=quickest)
+
+
+# -- Mooncake's (arXiv, section 6; FAST'25, section 4) ------------------------------------------------------------------
+
+
+def random(view: View, request: Arrive, chance: Chance) -> list[Candidate]:
+    """Any prefill worker, any decode worker."""
+    offers = local_offers(view, request)
+    offer = offers[int(chance() * len(offers))]
+    return [pair(view, request, offer, view.decode[int(chance() * len(view.decode))])]
+
+
+def round_robin(view: View, request: Arrive, chance: Chance) -> list[Candidate]:
+    """Each worker of a role in its turn."""
+    offers = local_offers(view, request)
+    offer = offers[view.placements % len(offers)]
+    return [pair(view, request, offer, view.decode[view.placements % len(view.decode)])]
+
+
+def load_balance(view: View, request: Arrive, chance: Chance) -> list[Candidate]:
+    """The prefill worker with the shortest queue, whatever it holds."""
+    offer = min(local_offers(view, request), key=lambda offer: (offer.queue_s, offer.name))
+    return [pair(view, request, offer, _least_tbt(view))]
+
+
+def cache_aware(view: View, request: Arrive, chance: Chance) -> list[Candidate]:
+    """Least queue and prefill with what each worker's own node holds: Algorithm 1 without transfers."""
+    offer = min(local_offers(view, request), key=lambda offer: (offer.queue_s + offer.prefill_s, offer.name))
+    return [pair(view, request, offer, _least_tbt(view))]
+
+
+def kvcache_centric(
+    view: View, request: Arrive, chance: Chance, *, threshold: float = 4.0
+) -> list[Candidate]:
+    """Algorithm 1: a worker whose own prefix is `threshold` times shorter than the longest one gets that one brought.
+
+    Its terms are summed as printed there: transfer + queue + prefill; a prefix of no block is infinitely shorter.
+    """
+    if not needs_prefill(view, request):
+        return [pair(view, request, pool_alone(), _least_tbt(view))]
+    source = longest(view)
+    best = view.held[source].blocks if source is not None else 0
+
+    def priced(worker: Worker) -> tuple[float, str, Offer]:
+        own = view.held.get(worker.node, NOTHING).blocks
+        ratio = best / own if own else inf if best else 0.0
+        if ratio <= threshold or best <= own:
+            offer = local_offer(view, request, worker)
+            return offer.queue_s + offer.prefill_s, worker.id, offer
+        offer = offer_from(view, request, worker, source)
+        kv_bytes = (best - own) * view.config.block_tokens * view.config.kv_bytes_per_token
+        transfer_s = kv_bytes / view.config.network.bytes_per_s
+        return transfer_s + offer.queue_s + offer.prefill_s, worker.id, offer
+
+    offer = min(map(priced, view.prefill), key=lambda one: one[:2])[2]
+    return [pair(view, request, offer, _least_tbt(view))]
+
+
+# -- others' ---------------------------------------------------------------------------------------------------------
+
+
+def vllm_coupled(view: View, request: Arrive, chance: Chance) -> list[Candidate]:
+    """Prompt and answer on one engine, the one with the least to compute, between equals the fewest streams.
+
+    Whether prompts are cut into chunks and prefixes kept is the engine's setting.
+    """
+    worker = min(view.decode, key=lambda worker: (worker.queue_s(view.now_s), len(worker.streams), worker.id))
+    return [at_decode(view, request, local_offer(view, request, worker))]
+
+
+def dynamo(view: View, request: Arrive, chance: Chance, *, overlap_weight: float = 1.0) -> list[Candidate]:
+    """NVIDIA Dynamo's KV router: overlap_weight x (blocks to compute, queued ones too) + active blocks, at temperature 0.
+
+    Split into prefill and decode, the prefill side leaves out active blocks, the decode side counts nothing else. What
+    is queued is known here in seconds, and counts as the blocks that take as long.
+    """
+
+    def cost(offer: Offer) -> float:
+        assert offer.worker is not None
+        block_s = view.config.block_tokens * offer.worker.coefficients.prefill_token_s
+        own = view.held.get(offer.worker.node, NOTHING).blocks
+        new = request.tokens / view.config.block_tokens - own
+        return overlap_weight * (new + offer.queue_s / block_s)
+
+    decode = min(view.decode, key=lambda worker: (worker.context_tokens, worker.id))
+    if not needs_prefill(view, request):
+        return [pair(view, request, pool_alone(), decode)]
+    offer = min(local_offers(view, request), key=lambda offer: (cost(offer), offer.name))
+    return [pair(view, request, offer, decode)]
+
+
+def llm_d(
+    view: View,
+    request: Arrive,
+    chance: Chance,
+    *,
+    queue_weight: float = 2.0,
+    kv_weight: float = 2.0,
+    prefix_weight: float = 3.0,
+) -> list[Candidate]:
+    """llm-d's usual profile: a weighted sum of scores in 0..1 for queue, KV in use and precise prefix; the most wins.
+
+    The decode worker is chosen first. Ties go to the first by id, not at random.
+    """
+    blocks = max(1, len(request.chain))
+
+    def score(worker: Worker, waiting: float, most: float) -> float:
+        queue = 1 - waiting / most if most else 1.0
+        kv = 1 - min(1.0, worker.context_tokens / worker.capacity.kv_tokens_max)
+        prefix = view.held.get(worker.node, NOTHING).blocks / blocks
+        return queue_weight * queue + kv_weight * kv + prefix_weight * prefix
+
+    most_streams = max(len(worker.streams) for worker in view.decode)
+    decode = min(view.decode, key=lambda one: (-score(one, len(one.streams), most_streams), one.id))
+    if not needs_prefill(view, request):
+        return [pair(view, request, pool_alone(), decode)]
+    most_queued = max(len(worker.queue_us) for worker in view.prefill)
+    prefill = min(view.prefill, key=lambda one: (-score(one, len(one.queue_us), most_queued), one.id))
+    return [pair(view, request, local_offer(view, request, prefill), decode)]
+
+
+POLICIES: dict[str, Policy] = {
+    "load": Policy(load),
+    "random": Policy(random),
+    "round_robin": Policy(round_robin),
+    "load_balance": Policy(load_balance),
+    "cache_aware": Policy(cache_aware),
+    "kvcache_centric": Policy(kvcache_centric),
+    "vllm_coupled": Policy(vllm_coupled, at_decode=True),
+    "dynamo": Policy(dynamo),
+    "llm_d": Policy(llm_d),
+}
+
+
+def _seconds(offer: Offer) -> tuple[float, str]:
+    return offer.seconds, offer.name
+
+
+def _least_tbt(view: View) -> Worker:
+    """Mooncake's SelectDecodingInstance is specified as balancing the predicted time between tokens."""
+    return min(view.decode, key=lambda worker: (sum(decode_s(view, worker)), worker.id))
