@@ -88,6 +88,8 @@ class Outcome:
     tbt_s: float | None = None
     finished_s: float | None = None
     cached_tokens: int = 0
+    hits: dict[str, int] = field(default_factory=dict)
+    """Blocks by where they came from: `dram` and `ssd` of the node itself, `peer`."""
     prefill: str | None = None
     decode: str | None = None
     explanation: Explanation | None = None
@@ -146,8 +148,9 @@ class Result:
         ]
 
     def summary(self) -> dict[str, Any]:
-        ttfts = sorted(one.ttft_s for one in self.served if one.ttft_s is not None)
-        tbts = sorted(one.tbt_s for one in self.served if one.tbt_s is not None)
+        served = self.served
+        ttfts = sorted(one.ttft_s for one in served if one.ttft_s is not None)
+        tbts = sorted(one.tbt_s for one in served if one.tbt_s is not None)
         waits = sorted(one.refused_s for one in self.refused if one.refused_s is not None)
         reasons: dict[str, int] = {}
         for one in self.refused:
@@ -165,8 +168,11 @@ class Result:
             "refused": len(self.refused),
             "refused_by_reason": dict(sorted(reasons.items())),
             "wasted": sum(one.wasted for one in self.refused),
-            "missed": sum(not one.meets(self.scenario.slo) for one in self.served),
+            "missed": sum(not one.meets(self.scenario.slo) for one in served),
             "hit_ratio": self.hit_ratio,
+            "hit_blocks": {
+                where: sum(one.hits.get(where, 0) for one in served) for where in ("dram", "ssd", "peer")
+            },
             "ttft_s": _spread(ttfts),
             "tbt_s": _spread(tbts),
             "time_to_refuse_s": _spread(waits),
@@ -344,12 +350,16 @@ class Simulation:
 
     def _fetch(self, job: Job, node: Node, source: NodeId | None) -> float:
         """Bring the chain's beginning to `node`; when all that it will have is there."""
+        in_dram = node.prefix(job.chain)
         blocks, ready_s = node.ask(job.chain)
+        hits = self._outcomes[job.request].hits
+        hits["dram"], hits["ssd"] = in_dram, blocks - in_dram
         if source is not None and source != node.id:
             far, far_ready_s = self._nodes[source].ask(job.chain)
             if far > blocks:
                 kv_bytes = (far - blocks) * self.scenario.profile.block_bytes
                 arrived_s = transfer(max(self.clock.now, far_ready_s), self._nodes[source], node, kv_bytes)
+                hits["peer"] = far - blocks
                 blocks, ready_s = far, max(ready_s, arrived_s)
         job.cached_tokens = min(blocks * self.scenario.profile.block_tokens, job.tokens - 1)
         return ready_s
