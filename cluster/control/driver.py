@@ -21,6 +21,7 @@ from cluster.config import SchedulingConfig
 from cluster.core.commands import Abort, Command, Place, Reject, RequestSnapshot, RetryAfter, WakeAt
 from cluster.core.conductor import Conductor
 from cluster.core.events import (
+    Aborted,
     Arrive,
     BlockRemoved,
     BlockStored,
@@ -35,7 +36,7 @@ from cluster.core.events import (
 )
 from cluster.core.log import entry
 from cluster.core.state import Capacity, ConductorConfig, Role
-from kvstore.core.blocks import BlockHash, NodeId, WorkerId
+from kvstore.core.blocks import BlockHash, NodeId, RequestId, WorkerId
 from kvstore.directory.directory import AwayError, BlockChange, Directory, Gap, Roster
 from kvstore.directory.membership import LEASE_S, Member
 from kvstore.transfer import kv_pb2 as kv
@@ -85,6 +86,7 @@ class Driver:
         self._directory_known = False
         self._memory = ""
         self._losses_from_s = float("-inf")
+        self._undecided: dict[RequestId, list[tuple[int, asyncio.Future[Decided]]]] = {}
         self._snapshots: dict[str, asyncio.Task[None]] = {}
         self._subscribers: set[asyncio.Queue[Command]] = set()
         self._refused: set[str] = set()
@@ -101,24 +103,47 @@ class Driver:
                 return member
         raise NoWorkers("no worker has joined yet")
 
-    def decide(self, arrival: Arrive) -> Decided:
-        """Raises NoWorkers."""
+    async def decide(self, arrival: Arrive) -> Decided:
+        """The answer, which a policy that binds late gives later. Raises NoWorkers.
+
+        A caller that leaves meanwhile takes the request out of the line.
+        """
         self.described()
-        for command in self._handle(arrival):
-            if isinstance(command, Place):
-                prefill = self._members.get(command.prefill or "")
-                decode = self._members[command.decode]
-                return Decided(
-                    command,
-                    prefill,
-                    decode,
-                    self._members.get(prefill.node) if prefill is not None else None,
-                    self._members.get(decode.node),
-                    self._members.get(command.source or ""),
-                )
-            if isinstance(command, RetryAfter | Reject):
-                return Decided(command)
-        raise AssertionError(f"the conductor gave no answer to {arrival.request}")
+        answered: asyncio.Future[Decided] = asyncio.get_running_loop().create_future()
+        self._undecided.setdefault(arrival.request, []).append((arrival.attempt, answered))
+        try:
+            self._handle(arrival)
+            return await answered
+        except asyncio.CancelledError:
+            self.report(Aborted(request=arrival.request))
+            raise
+        finally:
+            self._no_longer_asked(arrival.request, answered)
+
+    def _no_longer_asked(self, request: RequestId, answered: "asyncio.Future[Decided]") -> None:
+        others = [(attempt, other) for attempt, other in self._undecided[request] if other is not answered]
+        self._undecided[request] = others
+        if not others:
+            del self._undecided[request]
+
+    def _answer(self, command: Place | RetryAfter | Reject) -> None:
+        for attempt, answered in self._undecided.get(command.request, ()):
+            if attempt == command.attempt and not answered.done():
+                answered.set_result(self._decided(command))
+
+    def _decided(self, command: Place | RetryAfter | Reject) -> Decided:
+        if not isinstance(command, Place):
+            return Decided(command)
+        prefill = self._members.get(command.prefill or "")
+        decode = self._members[command.decode]
+        return Decided(
+            command,
+            prefill,
+            decode,
+            self._members.get(prefill.node) if prefill is not None else None,
+            self._members.get(decode.node),
+            self._members.get(command.source or ""),
+        )
 
     def report(self, event: Event) -> None:
         if self._core is not None:
@@ -314,6 +339,8 @@ class Driver:
         if isinstance(command, WakeAt):
             loop = asyncio.get_running_loop()
             loop.call_later(max(0.0, command.at_s - self._clock()), self._wake, command.at_s)
+        elif isinstance(command, Place | RetryAfter | Reject):
+            self._answer(command)
         elif isinstance(command, RequestSnapshot):
             member = self._members.get(command.node)
             if member is not None and member.id not in self._snapshots:

@@ -9,6 +9,10 @@ Rules.
 - One request has one placement at most. A new attempt replaces the old one; what is said of the old one is ignored.
 - The conductor decides, the gateway owns: an `Abort` says that an attempt is over, what follows is a fresh `Arrive`.
 
+A policy with an order binds late: requests wait in one line, smallest first, until a way is free for one of them, or
+until their SLO could not be kept any more on an idle cluster; then the answer comes with a later event. The first few of
+the line are tried, so that one that fits nowhere now holds up nobody.
+
 A placement's life.  Its prefill counts in the prefill worker's queue until `PrefillFinished`; its KV counts in the
 decode worker from the start, since that room is spoken for.  Both end with the attempt, however it ends.
 
@@ -19,11 +23,13 @@ decode worker from the start, since that room is spoken for.  Both end with the 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from bisect import bisect, bisect_left, insort
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from heapq import heappop, heappush
 from typing import Any, assert_never
 
-from cluster.core.admission import Admit, gate, judge
+from cluster.core.admission import Admit, gate, judge, line, waited
 from cluster.core.commands import (
     Abort,
     Command,
@@ -57,8 +63,8 @@ from cluster.core.events import (
     WorkerLeft,
 )
 from cluster.core.policies import policy
-from cluster.core.routing import Chance, needs_prefill
-from cluster.core.state import ConductorConfig, Overload, Role, Slo, View, Worker
+from cluster.core.routing import Chance, idle, needs_prefill
+from cluster.core.state import ConductorConfig, Overload, Role, Slo, Stream, View, Worker
 from kvstore.core.blocks import NodeId, RequestId, WorkerId
 from kvstore.core.prefix_index import PrefixIndex
 
@@ -85,6 +91,22 @@ class Flight:
     step_s: float = 0.0
 
 
+@dataclass(slots=True, kw_only=True)
+class Waiting:
+    """A request in the line: its place there, what it would take on an idle cluster, when it is too late for it."""
+
+    event: Arrive
+    arrived_s: float
+    key: tuple[float, RequestId]
+    compute_s: float
+    too_late_s: float
+
+
+LINE_TRIED = 8
+"""How many of the line are tried for a way that is free."""
+_FREES_NOTHING = (BlockStored, BlockRemoved, NodeSnapshot, PrefillStarted, DirectoryLost, DirectoryFound)
+
+
 class Conductor:
     """Owns the workers' loads, the flights and the copy of who holds what. See the module's rules."""
 
@@ -96,6 +118,11 @@ class Conductor:
         self._now_s = float("-inf")
         self._workers: dict[WorkerId, Worker] = {}
         self._flights: dict[RequestId, Flight] = {}
+        self._waiting: dict[RequestId, Waiting] = {}
+        self._line: list[tuple[float, RequestId]] = []
+        self._too_late: list[
+            tuple[float, RequestId]
+        ] = []  # a heap; of who waits no more, entries stay till then
         self._snapshots_asked_s: dict[NodeId, float] = {}
         self._wakes_s: list[float] = []  # asked for and not due yet, the next one last
         self._directory_lost_s = float("inf")
@@ -117,7 +144,10 @@ class Conductor:
         """What to do about `event`, which is known at `now` seconds. Raises nothing but AssertionError, for a bug."""
         assert now >= self._now_s, f"the clock went back from {self._now_s} to {now}"
         self._now_s = now
-        return [*self._overdue(), *self._handle(event), *self._next_wake()]
+        commands = [*self._overdue(), *self._handle(event)]
+        if self._line and not isinstance(event, _FREES_NOTHING):
+            commands += self._bind()
+        return [*commands, *self._next_wake()]
 
     def _handle(self, event: Event) -> list[Command]:
         match event:
@@ -172,8 +202,14 @@ class Conductor:
             return []
         if flight is not None and event.attempt == flight.place.attempt:
             return [flight.place]  # the gateway asked again: the same answer
+        waiting = self._waiting.get(event.request)
+        if waiting is not None and event.attempt <= waiting.event.attempt:
+            return []
         self._end(event.request)
         answer = self._decide(event)
+        return [self._counted(answer)] if answer is not None else []
+
+    def _counted(self, answer: Place | RetryAfter | Reject) -> Place | RetryAfter | Reject:
         match answer:
             case Place():
                 self._counts["placed"] += 1
@@ -181,19 +217,98 @@ class Conductor:
                 self._counts["retried"] += 1
             case Reject():
                 self._counts["rejected"] += 1
-        return [answer]
+        return answer
 
-    def _decide(self, event: Arrive) -> Place | RetryAfter | Reject:
+    def _decide(self, event: Arrive) -> Place | RetryAfter | Reject | None:
+        """None: it stands in the line."""
         view = self._view(event)
         roles = [worker.role for worker in self._workers.values()]
         needed = not self._policy.at_decode and needs_prefill(view, event)
         refusal = gate(view, event, Role.PREFILL in roles, Role.DECODE in roles, needed)
         if refusal is not None:
             return refusal
+        if self._policy.order is not None:
+            return self._line_up(view, event)
         verdict = judge(view, event, self._policy.rank(view, event, self._chance))
         if isinstance(verdict, Reject):
             self._doubt(verdict.explanation)
         return self._place(view, verdict, event) if isinstance(verdict, Admit) else verdict
+
+    # -- the line
+
+    def _line_up(self, view: View, event: Arrive) -> RetryAfter | Reject | None:
+        assert self._policy.order is not None, "a policy that binds at once"
+        best = idle(view, event, self._policy.at_decode)
+        compute_s = best.cost.prefill_s
+        key = (self._policy.order(compute_s, self._now_s), event.request)
+        ahead = self._line[: bisect(self._line, key)]
+        computing = [*view.prefill, *view.decode] if self._policy.at_decode else list(view.prefill)
+        ahead_s = sum(self._waiting[request].compute_s for _, request in ahead)
+        ahead_s += sum(worker.queue_s(self._now_s) for worker in computing)
+        refusal = line(view, event, ahead_s / len(computing), best)
+        if refusal is not None:
+            self._doubt(refusal.explanation)
+            return refusal
+        limit_s = None if self.config.overload is Overload.OFF else event.slo.ttft_s
+        too_late_s = self._now_s + limit_s - best.cost.ttft_s if limit_s is not None else float("inf")
+        self._waiting[event.request] = Waiting(
+            event=event, arrived_s=self._now_s, key=key, compute_s=compute_s, too_late_s=too_late_s
+        )
+        insort(self._line, key)
+        heappush(self._too_late, (too_late_s, event.request))
+        return None
+
+    def _bind(self) -> list[Command]:
+        """Place whom there is a free way for, the first of the line first."""
+        commands: list[Command] = []
+        tried = 0
+        while tried < min(LINE_TRIED, len(self._line)):
+            waiting = self._waiting[self._line[tried][1]]
+            verdict = self._try(waiting)
+            if verdict is None:
+                tried += 1
+                continue
+            self._leave_line(waiting.event.request)
+            commands.append(self._counted(self._place(*verdict, waiting.event)))
+            tried = 0
+        return commands
+
+    def _try(self, waiting: Waiting) -> tuple[View, Admit] | None:
+        view = self._view(waiting.event)
+        if not view.decode:
+            return None
+        waited_s = self._now_s - waiting.arrived_s
+        ranked = [
+            replace(
+                way,
+                cost=replace(
+                    way.cost, queue_s=way.cost.queue_s + waited_s, ttft_s=way.cost.ttft_s + waited_s
+                ),
+            )
+            for way in self._policy.rank(view, waiting.event, self._chance)
+        ]
+        verdict = judge(view, waiting.event, ranked) if ranked else None
+        return (view, verdict) if isinstance(verdict, Admit) else None
+
+    def _leave_line(self, request: RequestId) -> Waiting | None:
+        waiting = self._waiting.pop(request, None)
+        if waiting is not None:
+            del self._line[bisect_left(self._line, waiting.key)]
+        return waiting
+
+    def _given_up(self) -> list[Command]:
+        """Who waited until even an idle cluster would be too late."""
+        commands: list[Command] = []
+        while self._too_late and self._too_late[0][0] <= self._now_s:
+            too_late_s, request = heappop(self._too_late)
+            waiting = self._waiting.get(request)
+            if waiting is None or waiting.too_late_s != too_late_s:
+                continue
+            self._leave_line(request)
+            view = self._view(waiting.event)
+            refusal = waited(view, waiting.event, self._now_s - waiting.arrived_s)
+            commands.append(self._counted(refusal))
+        return commands
 
     def _doubt(self, refused: Explanation) -> None:
         """Believe a correction less that alone made a request seem impossible: refusals bring no observations."""
@@ -217,7 +332,7 @@ class Conductor:
                 w for w in workers if w.role is Role.DECODE and w.capacity.kv_tokens_max > event.tokens
             ),
             held=self.index.match(event.chain),
-            inflight=len(self._flights),
+            inflight=len(self._flights) + len(self._waiting),
             placements=self._counts["placed"],
             output_tokens=self._output_tokens,
             context_tokens=event.tokens + round(min(self._output_tokens, event.max_new_tokens)),
@@ -236,8 +351,12 @@ class Conductor:
             step_s_max=chosen.step_s_max,
         )
         cost = chosen.cost
-        ready_s = self._now_s + cost.ttft_s - cost.decode_wait_s - cost.tbt_s
-        self._workers[chosen.decode].stream(event.request, view.context_tokens, ready_s)
+        stream = Stream(
+            context_tokens=view.context_tokens,
+            ready_s=self._now_s + cost.fetch_s + cost.prefill_s + cost.handoff_s,
+            tbt_s=event.slo.tbt_s,
+        )
+        self._workers[chosen.decode].stream(event.request, stream)
         computes = chosen.prefill or (chosen.decode if cost.prefill_s else None)
         if computes is not None:
             self._workers[computes].queue(event.request, round(cost.prefill_s * 1e6))
@@ -359,7 +478,9 @@ class Conductor:
         return []
 
     def _end(self, request: RequestId) -> bool:
-        """Take the request's flight out, and its load off both workers."""
+        """Take the request out of the line, or its flight out and its load off both workers."""
+        if self._leave_line(request) is not None:
+            return True
         flight = self._flights.pop(request, None)
         if flight is None:
             return False
@@ -422,7 +543,7 @@ class Conductor:
         """Ask again for snapshots that did not come; end attempts that nobody ended."""
         while self._wakes_s and self._wakes_s[-1] <= self._now_s:
             self._wakes_s.pop()
-        commands: list[Command] = []
+        commands = self._given_up()
         for node, asked_s in list(self._snapshots_asked_s.items()):
             if asked_s + self.config.snapshot_retry_s <= self._now_s:
                 del self._snapshots_asked_s[node]
@@ -441,6 +562,7 @@ class Conductor:
         due_s = min(
             min(self._snapshots_asked_s.values(), default=float("inf")) + self.config.snapshot_retry_s,
             next((f.placed_s for f in self._flights.values()), float("inf")) + self.config.request_s_max,
+            self._too_late[0][0] if self._too_late else float("inf"),
         )
         if due_s >= min(self._wakes_s[-1:], default=float("inf")):
             return []
@@ -452,7 +574,7 @@ class Conductor:
     def check(self) -> None:
         """Assert the invariants: every load is the sum of its flights, every flight is on workers that exist."""
         self.index.check()
-        assert len(self._flights) <= self.config.inflight_max, "too much in flight"
+        assert len(self._flights) + len(self._waiting) <= self.config.inflight_max, "too much in flight"
         queued: dict[WorkerId, list[RequestId]] = {worker: [] for worker in self._workers}
         streams: dict[WorkerId, list[RequestId]] = {worker: [] for worker in self._workers}
         for request, flight in self._flights.items():
@@ -465,6 +587,10 @@ class Conductor:
             assert list(worker.queue_us) == queued[worker.id], f"{worker.id}: queue and flights disagree"
             assert list(worker.streams) == streams[worker.id], f"{worker.id}: streams and flights disagree"
         assert self._wakes_s == sorted(set(self._wakes_s), reverse=True), "a timer was asked for twice"
+        assert self._line == sorted(waiting.key for waiting in self._waiting.values()), (
+            "the line is not who waits"
+        )
+        assert not self._waiting.keys() & self._flights.keys(), "a request waits that was placed"
         placed_s = [flight.placed_s for flight in self._flights.values()]
         assert placed_s == sorted(placed_s), "flights are not in order of placement"
 
@@ -475,6 +601,7 @@ class Conductor:
             "now_s": self._now_s,
             "policy": self.config.policy,
             "counts": dict(self._counts),
+            "waiting": len(self._waiting),
             "inflight": {stage.value: stages.count(stage) for stage in Stage},
             "output_tokens_expected": self._output_tokens,
             "ttft_fit": asdict(self._ttft_fit),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, signature
 from math import inf
+from typing import Any
 
 from cluster.core.commands import Candidate
 from cluster.core.events import Arrive
@@ -21,6 +22,7 @@ from cluster.core.routing import (
     Chance,
     Offer,
     at_decode,
+    best_offer,
     best_offers,
     decode_s,
     local_offer,
@@ -39,16 +41,25 @@ Rank = Callable[..., list[Candidate]]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """`at_decode`: decode workers compute prompts, so that no prefill worker is needed."""
+    """`at_decode`: decode workers compute prompts, so that no prefill worker is needed.
+
+    With `order` requests wait in one line, smallest first, until `rank` has a way for the first of them that is free
+    now; without, each is bound to workers as it comes. It is a function of (seconds to compute, arrival, options).
+    """
 
     rank: Rank
     at_decode: bool = False
+    order: Callable[..., float] | None = None
 
     @property
     def options(self) -> dict[str, float]:
         """By name, with their defaults."""
-        parameters = signature(self.rank).parameters.values()
-        return {one.name: one.default for one in parameters if one.kind is Parameter.KEYWORD_ONLY}
+        return _options(self.rank) | (_options(self.order) if self.order is not None else {})
+
+
+def _options(function: Callable[..., object]) -> dict[str, float]:
+    parameters = signature(function).parameters.values()
+    return {one.name: one.default for one in parameters if one.kind is Parameter.KEYWORD_ONLY}
 
 
 def policy(name: str, options: Mapping[str, float]) -> Policy:
@@ -60,7 +71,12 @@ def policy(name: str, options: Mapping[str, float]) -> Policy:
         if option not in chosen.options:
             known = ", ".join(chosen.options) or "none"
             raise ValueError(f"policy {name!r} has no option {option!r}; it has {known}")
-    return Policy(partial(chosen.rank, **options), chosen.at_decode)
+
+    def bound(function: Callable[..., Any]) -> Callable[..., Any]:
+        return partial(function, **{name: options[name] for name in options if name in _options(function)})
+
+    order = bound(chosen.order) if chosen.order is not None else None
+    return Policy(bound(chosen.rank), chosen.at_decode, order)
 
 
 # -- ours -----------------------------------------------------------------------------------------------------------
@@ -72,6 +88,76 @@ def load(view: View, request: Arrive, chance: Chance) -> list[Candidate]:
     decode = sorted(view.decode, key=lambda worker: (sum(decode_s(view, worker)), worker.id))[:SHORTLIST]
     candidates = [pair(view, request, offer, worker) for offer in offers for worker in decode]
     return sorted(candidates, key=quickest)
+
+
+def moonpool(
+    view: View,
+    request: Arrive,
+    chance: Chance,
+    *,
+    depth: float = 2,
+    elastic: float = 1,
+    step_share: float = 0.9,
+) -> list[Candidate]:
+    """The quickest way that is free now, in seconds; none where all are busy: then the request waits in the line.
+
+    A prefill worker is free below `depth` prompts, so that cached blocks travel while the one before is computed. With
+    `elastic` decode workers compute prompts too, one at a time, in what `step_share` of the time between tokens that
+    their streams are allowed leaves beside a step.
+    """
+    decode = [worker for worker in view.decode if _takes_a_stream(view, worker, request)]
+    if not decode:
+        return []
+    if not needs_prefill(view, request):
+        return [
+            pair(view, request, pool_alone(), min(decode, key=lambda one: (sum(decode_s(view, one)), one.id)))
+        ]
+    source = longest(view)
+    free = [worker for worker in view.prefill if len(worker.queue_us) < depth]
+    offers = sorted((best_offer(view, request, worker, source) for worker in free), key=_seconds)[:SHORTLIST]
+    roomy = sorted(decode, key=lambda worker: (sum(decode_s(view, worker)), worker.id))[:SHORTLIST]
+    candidates = [pair(view, request, offer, worker) for offer in offers for worker in roomy]
+    if elastic:
+        for worker in decode:
+            step_s_max = _step_s_max(worker, request, step_share)
+            if worker.queue_us or (
+                step_s_max is not None and worker.step_s() > ELASTIC_SHARE_MAX * step_s_max
+            ):
+                continue
+            candidates.append(at_decode(view, request, best_offer(view, request, worker, source), step_s_max))
+    return sorted(candidates, key=quickest)
+
+
+ELASTIC_SHARE_MAX = 0.7
+"""Of a step's bound that its batch may take where prompts are still computed beside it."""
+KV_SHARE_MAX = 0.95
+"""Of a decode worker's KV that is promised: answers may be longer than expected."""
+
+
+def shortest_first(compute_s: float, arrived_s: float, *, ageing: float = 0.02) -> float:
+    """Least to compute first; a second of waiting is worth `ageing` seconds of it, so that nobody waits for ever."""
+    return compute_s + ageing * arrived_s
+
+
+def _takes_a_stream(view: View, worker: Worker, request: Arrive) -> bool:
+    """Now: with room for its KV, and time between tokens for all."""
+    if len(worker.streams) >= worker.capacity.batch_max:
+        return False
+    kv_tokens = worker.context_tokens + view.context_tokens
+    if worker.streams and kv_tokens > KV_SHARE_MAX * worker.capacity.kv_tokens_max:
+        return False
+    limit_s = _limit_s(worker, request)
+    return not worker.streams or limit_s is None or worker.step_s(1, view.context_tokens) <= limit_s
+
+
+def _limit_s(worker: Worker, request: Arrive) -> float | None:
+    limits = [stream.tbt_s for stream in worker.streams.values() if stream.tbt_s is not None]
+    return min([*limits, request.slo.tbt_s] if request.slo.tbt_s is not None else limits, default=None)
+
+
+def _step_s_max(worker: Worker, request: Arrive, share: float) -> float | None:
+    limit_s = _limit_s(worker, request)
+    return None if limit_s is None else share * limit_s
 
 
 # -- Mooncake's (arXiv, section 6; FAST'25, section 4) ------------------------------------------------------------------
@@ -195,6 +281,7 @@ def llm_d(
 
 POLICIES: dict[str, Policy] = {
     "load": Policy(load),
+    "moonpool": Policy(moonpool, at_decode=True, order=shortest_first),
     "random": Policy(random),
     "round_robin": Policy(round_robin),
     "load_balance": Policy(load_balance),

@@ -18,7 +18,7 @@ from math import ceil
 from cluster.core.commands import Candidate, Cost
 from cluster.core.cost import fetch_s
 from cluster.core.events import Arrive
-from cluster.core.state import Overload, Stream, View, Worker
+from cluster.core.state import Overload, Role, Stream, View, Worker
 from kvstore.core.blocks import NodeId
 from kvstore.core.prefix_index import Held
 
@@ -206,6 +206,38 @@ def at_decode(view: View, request: Arrive, offer: Offer, step_s_max: float | Non
             ttft_s=before_decode_s + decode_wait_s + step_s,
         ),
         step_s_max=step_s_max,
+    )
+
+
+def idle(view: View, request: Arrive, at_decode: bool) -> Candidate:
+    """The request on the quickest workers if they had nothing else to do, with the longest prefix that is anywhere."""
+    config, source = view.config, longest(view)
+    blocks = view.held[source].blocks if source is not None else 0
+    cached = min(blocks * config.block_tokens, request.tokens - 1)
+    computes = min(
+        [*view.prefill, *(view.decode if at_decode else ())],
+        key=lambda worker: (worker.prefill_s(cached, request.tokens - cached), worker.id),
+    )
+    step_s, _, decode = min(
+        (worker.empty_step_s(view.context_tokens), worker.id, worker) for worker in view.decode
+    )
+    prefill_s = computes.prefill_s(cached, request.tokens - cached)
+    fetch = fetch_s(cached * config.kv_bytes_per_token, config.memory)
+    handoff_s = fetch_s(request.tokens * config.kv_bytes_per_token, config.memory)
+    return Candidate(
+        prefill=computes.id if computes.role is Role.PREFILL else None,
+        decode=decode.id,
+        source=source if cached else None,
+        cached_tokens=cached,
+        cost=Cost(
+            queue_s=0.0,
+            fetch_s=fetch,
+            prefill_s=prefill_s,
+            handoff_s=handoff_s,
+            decode_wait_s=0.0,
+            tbt_s=step_s,
+            ttft_s=fetch + prefill_s + handoff_s + step_s,
+        ),
     )
 
 

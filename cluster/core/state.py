@@ -85,6 +85,8 @@ class Stream:
     context_tokens: int
     ready_s: float = 0.0
     since_s: float | None = None
+    tbt_s: float | None = None
+    """Its limit."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,6 +126,10 @@ class Worker:
         context = min(self.context_tokens + more_tokens, self.capacity.kv_tokens_max)
         return self.fit.scale * decode_step_s(self.coefficients, batch, context)
 
+    def empty_step_s(self, context_tokens: int) -> float:
+        """Predicted seconds of a decode step of one stream alone."""
+        return self.fit.scale * decode_step_s(self.coefficients, 1, context_tokens)
+
     def step_with_s(self, streams: Sequence[Stream], more_tokens: int) -> float:
         """Predicted seconds of a decode step of these streams and one more."""
         others = sum(stream.context_tokens for stream in streams) - self.context_tokens
@@ -137,9 +143,9 @@ class Worker:
         if request in self.queue_us:
             self.running, self.running_since_s = request, now_s
 
-    def stream(self, request: RequestId, context_tokens: int, ready_s: float) -> None:
-        self.streams[request] = Stream(context_tokens=context_tokens, ready_s=ready_s)
-        self.context_tokens += context_tokens
+    def stream(self, request: RequestId, stream: Stream) -> None:
+        self.streams[request] = stream
+        self.context_tokens += stream.context_tokens
 
     def computed(self, request: RequestId) -> None:
         """Its prompt is done, or not wanted any more."""

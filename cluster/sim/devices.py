@@ -272,7 +272,7 @@ class _Prompt:
     """A prompt that this engine computes itself, in chunks beside the steps of its batch."""
 
     job: Job
-    fetched_s: float
+    loaded_s: float
     step_s_max: float | None
     done_tokens: int
     started: bool = False
@@ -327,8 +327,11 @@ class DecodeEngine:
 
     def prefill(self, job: Job, fetched_s: float, step_s_max: float | None = None) -> None:
         """It comes as a prompt. With `step_s_max` no step takes longer because of it."""
-        self._prompts.append(_Prompt(job, fetched_s, step_s_max, job.cached_tokens))
-        self.clock.at(fetched_s, self._kick)
+        loaded_s = fetched_s + fetch_s(
+            job.cached_tokens * self.profile.kv_bytes_per_token, self.profile.memory
+        )
+        self._prompts.append(_Prompt(job, loaded_s, step_s_max, job.cached_tokens))
+        self.clock.at(loaded_s, self._kick)
 
     # -- a run of steps ---------------------------------------------------------------------------------------
 
@@ -360,7 +363,7 @@ class DecodeEngine:
         if not self._prompts:
             return False
         head = self._prompts[0]
-        return head.started or (head.fetched_s <= self.clock.now and self._fits(head.job))
+        return head.started or (head.loaded_s <= self.clock.now and self._fits(head.job))
 
     def _plan(self) -> None:
         """At a step's boundary: who joins, and how far the next run goes."""
@@ -395,10 +398,9 @@ class DecodeEngine:
             self._take_room(job)
             self.listener.prefill_started(job)
             seconds = slow * c.prefill_base_s
-            seconds += fetch_s(job.cached_tokens * self.profile.kv_bytes_per_token, self.profile.memory)
         chunk = self.chunk_tokens
         if prompt.step_s_max is not None:
-            left_s, a, p = (prompt.step_s_max - step_s) / slow, c.prefill_token_s, c.prefill_pair_s
+            left_s, a, p = (prompt.step_s_max - step_s - seconds) / slow, c.prefill_token_s, c.prefill_pair_s
             a += p * done
             chunk = int((sqrt(a * a + 2 * p * left_s) - a) / p if p else left_s / a) if left_s > 0 else 0
             chunk = max(chunk, self.chunk_tokens_min)

@@ -56,7 +56,7 @@ def test_nodes_listen_on_tcp_only_where_a_host_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"policy": "astrology"}, "'astrology' is none of load, random"),
+        ({"policy": "astrology"}, "'astrology' is none of load, moonpool"),
         ({"policy": "cache_aware", "options": {"threshold": 2}}, "'cache_aware' has no option 'threshold'"),
         ({"overload": "panic"}, "overload"),
     ],

@@ -8,7 +8,16 @@ import pytest
 from cluster.core.commands import Abort, Candidate, Place, Reject, RetryAfter
 from cluster.core.conductor import Conductor
 from cluster.core.cost import Coefficients, Link, decode_step_s, prefill_s
-from cluster.core.events import Arrive, BlockStored, FirstToken, PrefillFinished, PrefillStarted, WorkerJoined
+from cluster.core.events import (
+    Aborted,
+    Arrive,
+    BlockStored,
+    FirstToken,
+    PrefillFinished,
+    PrefillStarted,
+    Timer,
+    WorkerJoined,
+)
 from cluster.core.policies import POLICIES, policy
 from cluster.core.state import Capacity, ConductorConfig, Overload, Role, Slo, TenantId
 from kvstore.core.blocks import BlockHash, NodeId, RequestId, WorkerId
@@ -75,7 +84,7 @@ def test_an_unknown_option_is_an_error_that_names_it(name: str) -> None:
 
 
 def test_an_unknown_policy_is_an_error_that_names_those_there_are() -> None:
-    with pytest.raises(ValueError, match=r"'astrology' is none of load, random, .*kvcache_centric"):
+    with pytest.raises(ValueError, match=r"'astrology' is none of load, moonpool, .*kvcache_centric"):
         policy("astrology", {})
 
 
@@ -188,3 +197,72 @@ def test_without_early_rejection_the_prompt_may_be_wasted(mode: Overload, aborte
     made.check()
     assert [type(command) for command in commands if isinstance(command, Abort)] == [Abort] * aborted
     assert made.snapshot()["counts"]["wasted"] == aborted
+
+
+def answers(commands: list[Any]) -> dict[str, Any]:
+    return {c.request: c for c in commands if isinstance(c, Place | RetryAfter | Reject)}
+
+
+def finish_prefill(made: Conductor, name: str, now: float) -> dict[str, Any]:
+    done = PrefillFinished(
+        request=RequestId(name), attempt=1, observed_s=1.0, computed_tokens=321, cached_tokens=0
+    )
+    commands = made.handle(done, now)
+    made.check()
+    return answers(commands)
+
+
+def test_moonpool_lets_wait_who_finds_all_busy_and_takes_the_shortest_first() -> None:
+    made = cluster("moonpool", prefill=1, decode=1, options=(("elastic", 0.0), ("depth", 1.0)))
+    assert place(made, arrive("r0", 10)).prefill == "prefill-0"
+    long, short = arrive("long", 20), arrive("short", 5)
+    assert answers(made.handle(long, 1)) == answers(made.handle(short, 2)) == {}
+    assert made.handle(short, 2.5) == [], "asked again, it waits on"
+    assert made.snapshot()["waiting"] == 2
+    [placed] = finish_prefill(made, "r0", 3).values()
+    assert placed.request == "short"
+    assert chosen(placed).cost.queue_s == 1.0, "what it waited counts"
+
+
+def test_ageing_lets_the_long_one_pass_in_the_end() -> None:
+    made = cluster(
+        "moonpool", prefill=1, decode=1, options=(("elastic", 0.0), ("depth", 1.0), ("ageing", 1.0))
+    )
+    place(made, arrive("r0", 10))
+    made.handle(arrive("long", 20), 0)
+    made.handle(arrive("late", 5), 10)
+    assert list(finish_prefill(made, "r0", 11)) == ["long"]
+
+
+def test_who_would_miss_its_limit_behind_the_line_is_told_at_once_and_who_waited_too_long_then() -> None:
+    made = cluster("moonpool", prefill=1, decode=1, options=(("elastic", 0.0), ("depth", 1.0)))
+    place(made, arrive("r0", 60))  # more than ten seconds
+    assert isinstance(answer(made, arrive("hasty", 10, Slo(ttft_s=6.0))), RetryAfter)
+    assert isinstance(answer(made, arrive("never", 60, Slo(ttft_s=6.0))), Reject)
+    assert answers(made.handle(arrive("patient", 10, Slo(ttft_s=12.0)), 0)) == {}
+    made.handle(PrefillStarted(request=RequestId("r0"), attempt=1), 0)
+    [refused] = answers(made.handle(Timer(at_s=10.5), 10.5)).values()
+    assert (refused.request, refused.reason) == ("patient", "ttft_s")
+    made.check()
+
+
+def test_decode_workers_compute_prompts_inside_the_time_their_streams_allow() -> None:
+    slo = Slo(ttft_s=60.0, tbt_s=0.3)
+    made = cluster("moonpool", prefill=1, decode=1, options=(("depth", 1.0),))
+    assert place(made, arrive("r0", 10, slo)).prefill == "prefill-0"
+    second = place(made, arrive("r1", 10, slo))
+    assert (second.prefill, second.decode, second.step_s_max) == (None, "decode-0", pytest.approx(0.27))
+    assert chosen(second).cost.tbt_s <= 0.3
+    assert answers(made.handle(arrive("r2", 10, slo), 0)) == {}, "one prompt at a time"
+    strict = cluster("moonpool", prefill=1, decode=1, options=(("depth", 1.0),))
+    place(strict, arrive("r0", 10, Slo(tbt_s=0.16)))
+    assert answers(strict.handle(arrive("r1", 10, slo), 0)) == {}, "a step leaves too little of 0.16 s"
+
+
+def test_who_leaves_the_line_is_forgotten() -> None:
+    made = cluster("moonpool", prefill=1, decode=1, options=(("elastic", 0.0), ("depth", 1.0)))
+    place(made, arrive("r0"))
+    made.handle(arrive("r1"), 0)
+    made.handle(Aborted(request=RequestId("r1")), 1)
+    assert finish_prefill(made, "r0", 2) == {}
+    assert made.snapshot()["counts"]["aborted"] == 1
