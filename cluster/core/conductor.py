@@ -145,7 +145,11 @@ class Conductor:
         assert now >= self._now_s, f"the clock went back from {self._now_s} to {now}"
         self._now_s = now
         commands = [*self._overdue(), *self._handle(event)]
-        if self._line and not isinstance(event, _FREES_NOTHING):
+        if (
+            self._line
+            and not isinstance(event, _FREES_NOTHING)
+            and not self._policy.busy(self._workers.values())
+        ):
             commands += self._bind()
         return [*commands, *self._next_wake()]
 
@@ -270,6 +274,8 @@ class Conductor:
                 continue
             self._leave_line(waiting.event.request)
             commands.append(self._counted(self._place(*verdict, waiting.event)))
+            if self._policy.busy(self._workers.values()):
+                break
             tried = 0
         return commands
 

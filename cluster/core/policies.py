@@ -7,7 +7,7 @@ offers the one way that it would take; the seconds that explain and judge it are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, signature
@@ -34,7 +34,7 @@ from cluster.core.routing import (
     pool_alone,
     quickest,
 )
-from cluster.core.state import View, Worker
+from cluster.core.state import Role, View, Worker
 
 Rank = Callable[..., list[Candidate]]
 
@@ -45,16 +45,19 @@ class Policy:
 
     With `order` requests wait in one line, smallest first, until `rank` has a way for the first of them that is free
     now; without, each is bound to workers as it comes. It is a function of (seconds to compute, arrival, options).
+    `busy` says of (workers, options) that there can be no way for anybody, so that nobody need be tried.
     """
 
     rank: Rank
     at_decode: bool = False
     order: Callable[..., float] | None = None
+    busy: Callable[..., bool] = lambda workers: False
 
     @property
     def options(self) -> dict[str, float]:
         """By name, with their defaults."""
-        return _options(self.rank) | (_options(self.order) if self.order is not None else {})
+        functions = (self.rank, self.busy, *(() if self.order is None else (self.order,)))
+        return {name: default for function in functions for name, default in _options(function).items()}
 
 
 def _options(function: Callable[..., object]) -> dict[str, float]:
@@ -76,7 +79,7 @@ def policy(name: str, options: Mapping[str, float]) -> Policy:
         return partial(function, **{name: options[name] for name in options if name in _options(function)})
 
     order = bound(chosen.order) if chosen.order is not None else None
-    return Policy(bound(chosen.rank), chosen.at_decode, order)
+    return Policy(bound(chosen.rank), chosen.at_decode, order, bound(chosen.busy))
 
 
 # -- ours -----------------------------------------------------------------------------------------------------------
@@ -113,19 +116,26 @@ def moonpool(
             pair(view, request, pool_alone(), min(decode, key=lambda one: (sum(decode_s(view, one)), one.id)))
         ]
     source = longest(view)
-    free = [worker for worker in view.prefill if len(worker.queue_us) < depth]
+    free = [worker for worker in view.prefill if _is_free(worker, depth, elastic)]
     offers = sorted((best_offer(view, request, worker, source) for worker in free), key=_seconds)[:SHORTLIST]
     roomy = sorted(decode, key=lambda worker: (sum(decode_s(view, worker)), worker.id))[:SHORTLIST]
     candidates = [pair(view, request, offer, worker) for offer in offers for worker in roomy]
-    if elastic:
-        for worker in decode:
-            step_s_max = _step_s_max(worker, request, step_share)
-            if worker.queue_us or (
-                step_s_max is not None and worker.step_s() > ELASTIC_SHARE_MAX * step_s_max
-            ):
-                continue
+    for worker in decode:
+        step_s_max = _step_s_max(worker, request, step_share)
+        crowded = step_s_max is not None and worker.step_s() > ELASTIC_SHARE_MAX * step_s_max
+        if _is_free(worker, depth, elastic) and not crowded:
             candidates.append(at_decode(view, request, best_offer(view, request, worker, source), step_s_max))
     return sorted(candidates, key=quickest)
+
+
+def _is_free(worker: Worker, depth: float, elastic: float) -> bool:
+    if worker.role is Role.PREFILL:
+        return len(worker.queue_us) < depth
+    return bool(elastic) and not worker.queue_us
+
+
+def all_busy(workers: Iterable[Worker], *, depth: float = 2, elastic: float = 1) -> bool:
+    return not any(_is_free(worker, depth, elastic) for worker in workers)
 
 
 ELASTIC_SHARE_MAX = 0.7
@@ -151,8 +161,8 @@ def _takes_a_stream(view: View, worker: Worker, request: Arrive) -> bool:
 
 
 def _limit_s(worker: Worker, request: Arrive) -> float | None:
-    limits = [stream.tbt_s for stream in worker.streams.values() if stream.tbt_s is not None]
-    return min([*limits, request.slo.tbt_s] if request.slo.tbt_s is not None else limits, default=None)
+    own = () if request.slo.tbt_s is None else (request.slo.tbt_s,)
+    return min((*worker.tbt_limits, *own), default=None)
 
 
 def _step_s_max(worker: Worker, request: Arrive, share: float) -> float | None:
@@ -281,7 +291,7 @@ def llm_d(
 
 POLICIES: dict[str, Policy] = {
     "load": Policy(load),
-    "moonpool": Policy(moonpool, at_decode=True, order=shortest_first),
+    "moonpool": Policy(moonpool, at_decode=True, order=shortest_first, busy=all_busy),
     "random": Policy(random),
     "round_robin": Policy(round_robin),
     "load_balance": Policy(load_balance),

@@ -94,7 +94,8 @@ class Worker:
     """One engine and the work it was given. Load is kept in whole numbers, so that it never drifts from its sum.
 
     `queue_us`: predicted microseconds of every prefill placed here and not finished, in order of placement.
-    `streams`: every request placed here for decoding.
+    `streams`: every request placed here for decoding. `tbt_limits`: the times between tokens that they are allowed, and
+    how many of them each.
     """
 
     id: WorkerId
@@ -108,6 +109,7 @@ class Worker:
     queued_us: int = 0
     streams: dict[RequestId, Stream] = field(default_factory=dict)
     context_tokens: int = 0
+    tbt_limits: dict[float, int] = field(default_factory=dict)
     running: RequestId | None = None
     running_since_s: float = 0.0
     suspect_until_s: float = 0.0
@@ -146,6 +148,8 @@ class Worker:
     def stream(self, request: RequestId, stream: Stream) -> None:
         self.streams[request] = stream
         self.context_tokens += stream.context_tokens
+        if stream.tbt_s is not None:
+            self.tbt_limits[stream.tbt_s] = self.tbt_limits.get(stream.tbt_s, 0) + 1
 
     def computed(self, request: RequestId) -> None:
         """Its prompt is done, or not wanted any more."""
@@ -157,7 +161,13 @@ class Worker:
         """Take the request's load off, whatever it was; a request that is not here changes nothing."""
         self.computed(request)
         stream = self.streams.pop(request, None)
-        self.context_tokens -= stream.context_tokens if stream is not None else 0
+        if stream is None:
+            return
+        self.context_tokens -= stream.context_tokens
+        if stream.tbt_s is not None:
+            self.tbt_limits[stream.tbt_s] -= 1
+            if not self.tbt_limits[stream.tbt_s]:
+                del self.tbt_limits[stream.tbt_s]
 
     def check(self) -> None:
         assert self.queued_us == sum(self.queue_us.values()), (
@@ -165,6 +175,10 @@ class Worker:
         )
         assert self.context_tokens == sum(stream.context_tokens for stream in self.streams.values()), (
             f"{self.id}: context is not the sum of its streams"
+        )
+        limits = [stream.tbt_s for stream in self.streams.values() if stream.tbt_s is not None]
+        assert self.tbt_limits == {limit_s: limits.count(limit_s) for limit_s in limits}, (
+            f"{self.id}: limits are not those of its streams"
         )
         assert self.running is None or self.running in self.queue_us, f"{self.id} runs what it was not given"
         assert self.role is Role.DECODE or not self.streams, f"{self.id} has work of another role"

@@ -251,7 +251,8 @@ def test_decode_workers_compute_prompts_inside_the_time_their_streams_allow() ->
     made = cluster("moonpool", prefill=1, decode=1, options=(("depth", 1.0),))
     assert place(made, arrive("r0", 10, slo)).prefill == "prefill-0"
     second = place(made, arrive("r1", 10, slo))
-    assert (second.prefill, second.decode, second.step_s_max) == (None, "decode-0", pytest.approx(0.27))
+    assert (second.prefill, second.decode) == (None, "decode-0")
+    assert second.step_s_max == pytest.approx(0.27)
     assert chosen(second).cost.tbt_s <= 0.3
     assert answers(made.handle(arrive("r2", 10, slo), 0)) == {}, "one prompt at a time"
     strict = cluster("moonpool", prefill=1, decode=1, options=(("depth", 1.0),))
