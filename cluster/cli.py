@@ -52,6 +52,7 @@ def up(  # one parameter a flag
     ssd_dir: Annotated[Path | None, typer.Option(help="folder of the SSD tier; none: no such tier")] = None,
     ssd_bytes: Annotated[int | None, typer.Option(help="how much of the disk each node may take")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="context length in tokens")] = None,
+    policy: Annotated[str | None, typer.Option(help="how workers are chosen for a request")] = None,
 ) -> None:
     """Start a cluster on this machine and serve until Ctrl-C."""
     settings = _configured(
@@ -69,6 +70,7 @@ def up(  # one parameter a flag
             },
             "pool": {"dram_bytes": dram_bytes, "ssd_dir": ssd_dir, "ssd_bytes": ssd_bytes},
             "engine": {"max_model_len": max_model_len, "reasoning_parser": reasoning_parser},
+            "scheduling": {"policy": policy},
         },
     )
     from cluster.control.local import LocalCluster, Part, PartFailedError
@@ -158,6 +160,97 @@ def explain(
 ) -> None:
     """Show what was decided for one request, and what happened."""
     Console().print_json(json.dumps(_get(f"{url}/moonpool/v1/requests/{request}", api_key)))
+
+
+@app.command()
+def sim(  # one parameter a flag
+    trace: Annotated[list[Path], typer.Option(help="a trace in Mooncake's format; several make a sweep")],
+    policy: Annotated[
+        list[str] | None, typer.Option(help="how workers are chosen; several make a sweep")
+    ] = None,
+    rate: Annotated[
+        list[float] | None, typer.Option(help="multiple of the trace's rate; several: a sweep")
+    ] = None,
+    shape: Annotated[
+        list[str] | None, typer.Option(help="PREFILL+DECODE nodes, as 8+8; several: a sweep")
+    ] = None,
+    profile: Annotated[str, typer.Option(help="what a node is: a name or a .toml file")] = "llama-70b-8xa800",
+    slo_ttft: Annotated[float | None, typer.Option(help="seconds to the first token")] = 30.0,
+    slo_tbt: Annotated[float | None, typer.Option(help="seconds between tokens")] = 0.1,
+    overload: Annotated[str, typer.Option(help="off, none, early, predictive or reserved")] = "reserved",
+    option: Annotated[list[str] | None, typer.Option(help="NAME=NUMBER, of the policy")] = None,
+    chunk_tokens: Annotated[int, typer.Option(help="of a prompt that a decode engine computes")] = 2048,
+    prediction_error: Annotated[float, typer.Option(help="of each prefill's seconds, as a share")] = 0.0,
+    requests: Annotated[int | None, typer.Option(help="only so many of the trace")] = None,
+    seed: int = 0,
+    processes: Annotated[int | None, typer.Option(help="at most; none: one a core")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="write all figures here")] = None,
+    html: Annotated[Path | None, typer.Option(help="write a report with plots here")] = None,
+    explain: Annotated[int | None, typer.Option(help="show the decision for this request, from 0")] = None,
+) -> None:
+    """Replay traces through the conductor on simulated nodes."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from cluster.core.state import Overload, Slo
+    from cluster.sim import profiles, report, sweep
+    from cluster.sim.driver import Scenario
+
+    try:
+        base = Scenario(
+            profile=profiles.profile(profile),
+            prefill=1,
+            decode=1,
+            options=tuple(_option(text) for text in option or ()),
+            overload=Overload(overload),
+            slo=Slo(ttft_s=slo_ttft, tbt_s=slo_tbt),
+            seed=seed,
+            prediction_error=prediction_error,
+            chunk_tokens=chunk_tokens,
+        )
+        made = sweep.scenarios(
+            base, policy or ["load"], rate or [1.0], [_shape(text) for text in shape or ["8+8"]]
+        )
+        if explain is not None:
+            rows = sweep.load_trace(trace[0], requests, seed)
+            Console().print_json(json.dumps(sweep.explained(made[0], rows, explain)))
+            return
+        todo = [(scenario, path) for path in trace for scenario in made]
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console) as progress:
+            task = progress.add_task("simulating", total=len(todo))
+
+            def done(ran: sweep.Ran) -> None:
+                progress.update(task, advance=1, description=ran.name)
+
+            runs = sweep.run_all(todo, requests, processes, done)
+    except (ValueError, OSError) as error:
+        console.print(f"[bold red]{error}", highlight=False)
+        raise typer.Exit(2) from error
+    table = Table(
+        "run", "meet both", "goodput/s", "refused", "missed", "hits", "TTFT", "p90", "TBT p90", box=None
+    )
+    for ran in runs:
+        table.add_row(*report.cells(ran))
+    Console().print(table)
+    if as_json is not None:
+        sweep.write_json(as_json, runs)
+    if html is not None:
+        report.write_html(html, runs, f"Moonpool: {len(runs)} simulated runs")
+
+
+def _option(text: str) -> tuple[str, float]:
+    name, _, number = text.partition("=")
+    try:
+        return name, float(number)
+    except ValueError:
+        raise ValueError(f"an option is NAME=NUMBER, not {text!r}") from None
+
+
+def _shape(text: str) -> tuple[int, int]:
+    prefill, plus, decode = text.partition("+")
+    if not (plus and prefill.isdecimal() and decode.isdecimal()):
+        raise ValueError(f"a shape is PREFILL+DECODE, as 8+8, not {text!r}")
+    return int(prefill), int(decode)
 
 
 def _configured(path: Path | None, flags: dict[str, Any]) -> ClusterConfig:

@@ -12,6 +12,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from cluster.core.policies import POLICIES, policy
+from cluster.core.state import Overload
+
 _ENV_PREFIX = "MOONPOOL_"
 API_KEY_VARIABLE = "MOONPOOL_API_KEY"
 """Of clients; no part of the configuration."""
@@ -147,11 +150,20 @@ class GatewayConfig(_Part):
 
 
 class SchedulingConfig(_Part):
-    policy: str = "load"
+    policy: str = Field("load", description="how workers are chosen: " + ", ".join(POLICIES))
+    options: dict[str, float] = Field({}, description="the policy's own numbers")
+    overload: Overload = Field(
+        Overload.RESERVED, description="what of the load counts when an SLO is at stake"
+    )
     inflight_max: int = Field(1024, ge=1, description="requests in the cluster; more are told to retry")
     record_events: Path | None = Field(
         None, description="write every event and command here, one JSON a line"
     )
+
+    @model_validator(mode="after")
+    def _policy_knows_its_options(self) -> "SchedulingConfig":
+        policy(self.policy, self.options)
+        return self
 
 
 class ClusterConfig(_Part):

@@ -21,6 +21,7 @@ from cluster.config import SchedulingConfig
 from cluster.core.commands import Abort, Command, Place, Reject, RequestSnapshot, RetryAfter, WakeAt
 from cluster.core.conductor import Conductor
 from cluster.core.events import (
+    Aborted,
     Arrive,
     BlockRemoved,
     BlockStored,
@@ -35,7 +36,7 @@ from cluster.core.events import (
 )
 from cluster.core.log import entry
 from cluster.core.state import Capacity, ConductorConfig, Role
-from kvstore.core.blocks import BlockHash, NodeId, WorkerId
+from kvstore.core.blocks import BlockHash, NodeId, RequestId, WorkerId
 from kvstore.directory.directory import AwayError, BlockChange, Directory, Gap, Roster
 from kvstore.directory.membership import LEASE_S, Member
 from kvstore.transfer import kv_pb2 as kv
@@ -87,6 +88,7 @@ class Driver:
         self._directory_known = False
         self._memory = ""
         self._losses_from_s = float("-inf")
+        self._undecided: dict[RequestId, list[tuple[Arrive, asyncio.Future[Decided]]]] = {}
         self._snapshots: dict[str, asyncio.Task[None]] = {}
         self._subscribers: set[asyncio.Queue[Command]] = set()
         self._refused: set[str] = set()
@@ -103,24 +105,47 @@ class Driver:
                 return member
         raise NoWorkers("no worker has joined yet")
 
-    def decide(self, arrival: Arrive) -> Decided:
-        """Raises NoWorkers."""
+    async def decide(self, arrival: Arrive) -> Decided:
+        """The answer, which a policy that binds late gives later. Raises NoWorkers.
+
+        A caller that leaves meanwhile takes the request out of the line.
+        """
         self.described()
-        for command in self._handle(arrival):
-            if isinstance(command, Place):
-                prefill = self._members.get(command.prefill or "")
-                decode = self._members[command.decode]
-                return Decided(
-                    command,
-                    prefill,
-                    decode,
-                    self._members.get(prefill.node) if prefill is not None else None,
-                    self._members.get(decode.node),
-                    self._sources(command, arrival),
-                )
-            if isinstance(command, RetryAfter | Reject):
-                return Decided(command)
-        raise AssertionError(f"the conductor gave no answer to {arrival.request}")
+        answered: asyncio.Future[Decided] = asyncio.get_running_loop().create_future()
+        self._undecided.setdefault(arrival.request, []).append((arrival, answered))
+        try:
+            self._handle(arrival)
+            return await answered
+        except asyncio.CancelledError:
+            self.report(Aborted(request=arrival.request))
+            raise
+        finally:
+            self._no_longer_asked(arrival.request, answered)
+
+    def _no_longer_asked(self, request: RequestId, answered: "asyncio.Future[Decided]") -> None:
+        others = [(asked, other) for asked, other in self._undecided[request] if other is not answered]
+        self._undecided[request] = others
+        if not others:
+            del self._undecided[request]
+
+    def _answer(self, command: Place | RetryAfter | Reject) -> None:
+        for arrival, answered in self._undecided.get(command.request, ()):
+            if arrival.attempt == command.attempt and not answered.done():
+                answered.set_result(self._decided(command, arrival))
+
+    def _decided(self, command: Place | RetryAfter | Reject, arrival: Arrive) -> Decided:
+        if not isinstance(command, Place):
+            return Decided(command)
+        prefill = self._members.get(command.prefill or "")
+        decode = self._members[command.decode]
+        return Decided(
+            command,
+            prefill,
+            decode,
+            self._members.get(prefill.node) if prefill is not None else None,
+            self._members.get(decode.node),
+            self._sources(command, arrival),
+        )
 
     def _sources(self, place: Place, arrival: Arrive) -> tuple[Member, ...]:
         """The placement's source, then others that hold as much of the prompt, those with the most of it in DRAM first."""
@@ -128,7 +153,7 @@ class Driver:
         if place.source is None:
             return ()
         held = self._core.index.match(arrival.chain)
-        enough = held[place.source].blocks
+        enough = held[place.source].blocks if place.source in held else 1
         others = [node for node in held if node != place.source and held[node].blocks >= enough]
         others.sort(key=lambda node: (-held[node].dram, node))
         nodes = [place.source, *others[: _SOURCES_MAX - 1]]
@@ -238,6 +263,8 @@ class Driver:
                     block_tokens=member.block_tokens,
                     kv_bytes_per_token=member.kv_bytes_per_token,
                     policy=self._config.policy,
+                    options=tuple(self._config.options.items()),
+                    overload=self._config.overload,
                     inflight_max=self._config.inflight_max,
                 ),
                 self._chance,
@@ -326,6 +353,8 @@ class Driver:
         if isinstance(command, WakeAt):
             loop = asyncio.get_running_loop()
             loop.call_later(max(0.0, command.at_s - self._clock()), self._wake, command.at_s)
+        elif isinstance(command, Place | RetryAfter | Reject):
+            self._answer(command)
         elif isinstance(command, RequestSnapshot):
             member = self._members.get(command.node)
             if member is not None and member.id not in self._snapshots:

@@ -41,7 +41,7 @@ class ConductorService(ConductorServicer):
         if not isinstance(arrival, Arrive):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"not an arrival: {type(arrival).__name__}")
         try:
-            decided = self._driver.decide(arrival)
+            decided = await self._driver.decide(arrival)
         except NoWorkers as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         return pb.Decision(

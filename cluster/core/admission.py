@@ -11,8 +11,7 @@ from math import ceil
 
 from cluster.core.commands import Candidate, Explanation, Limit, Reject, RetryAfter
 from cluster.core.events import Arrive
-from cluster.core.routing import needs_prefill
-from cluster.core.state import Slo, View
+from cluster.core.state import Overload, Slo, View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +20,9 @@ class Admit:
     explanation: Explanation
 
 
-def gate(view: View, request: Arrive, any_prefill: bool, any_decode: bool) -> RetryAfter | Reject | None:
+def gate(
+    view: View, request: Arrive, any_prefill: bool, any_decode: bool, prefill_needed: bool
+) -> RetryAfter | Reject | None:
     """What no candidate could change: membership long unknown, too much in flight, a role without workers, a request
     too long for any.
 
@@ -38,7 +39,7 @@ def gate(view: View, request: Arrive, any_prefill: bool, any_decode: bool) -> Re
         why = Explanation(policy=config.policy, limit=limit)
         return _retry(view, request, config.retry_s_min, limit.term, why)
     needed = [("decode", view.decode, any_decode)]
-    if needs_prefill(view, request):
+    if prefill_needed:
         needed.append(("prefill", view.prefill, any_prefill))
     why = Explanation(policy=config.policy)
     for role, fitting, any_worker in needed:
@@ -50,11 +51,15 @@ def gate(view: View, request: Arrive, any_prefill: bool, any_decode: bool) -> Re
 
 
 def judge(view: View, request: Arrive, ranked: Sequence[Candidate]) -> Admit | RetryAfter | Reject:
-    """Admit the first of `ranked` that keeps the SLO; else say what the best one misses, and when to come again."""
+    """Admit the first of `ranked` that keeps the SLO; else say what the best one misses, and when to come again.
+
+    How much of the SLO is asked for now is the mode of overload (`Overload`).
+    """
     assert ranked, "a policy must offer a candidate"
+    slo = _asked_now(request.slo, view.config.overload)
     explained = tuple(ranked[: view.config.explained_max])
     for position, candidate in enumerate(ranked):
-        if _missed(candidate, request.slo) is None:
+        if _missed(candidate, slo) is None:
             others = [other for other in ranked[:2] if other is not candidate]
             return Admit(
                 chosen=candidate,
@@ -66,13 +71,49 @@ def judge(view: View, request: Arrive, ranked: Sequence[Candidate]) -> Admit | R
                 ),
             )
     best = ranked[0]
-    limit = _missed(best, request.slo)
+    limit = _missed(best, slo)
     assert limit is not None
     explanation = Explanation(policy=view.config.policy, candidates=explained, limit=limit)
     seconds = _ttft_over_s(best, limit) if limit.term == "ttft_s" else _tbt_over_s(view, best, limit)
     if seconds is None:
         return _reject(request, f"{limit.term} would be missed on an idle cluster too", explanation)
     return _retry(view, request, seconds, limit.term, explanation)
+
+
+def line(view: View, request: Arrive, ahead_s: float, best: Candidate) -> RetryAfter | Reject | None:
+    """Whether a request may stand in the line: refused where it would miss its SLO with `ahead_s` of it to wait.
+
+    `best` is what it would cost on an idle cluster.
+    """
+    slo = _asked_now(request.slo, view.config.overload)
+    alone = _missed(best, slo)
+    if alone is not None:
+        why = Explanation(policy=view.config.policy, candidates=(best,), limit=alone)
+        return _reject(request, f"{alone.term} would be missed on an idle cluster too", why)
+    expected_s = ahead_s + best.cost.ttft_s
+    if slo.ttft_s is None or expected_s <= slo.ttft_s:
+        return None
+    limit = Limit(term="ttft_s", predicted=expected_s, allowed=slo.ttft_s)
+    why = Explanation(policy=view.config.policy, candidates=(best,), limit=limit)
+    return _retry(view, request, expected_s - slo.ttft_s, limit.term, why)
+
+
+def waited(view: View, request: Arrive, waited_s: float) -> RetryAfter:
+    """A request has waited for so long that it would miss its SLO on an idle cluster too. Shorter ones went first."""
+    assert request.slo.ttft_s is not None, "nothing to miss"
+    limit = Limit(term="ttft_s", predicted=waited_s, allowed=request.slo.ttft_s)
+    why = Explanation(policy=view.config.policy, limit=limit)
+    return _retry(view, request, waited_s, limit.term, why)
+
+
+def _asked_now(slo: Slo, overload: Overload) -> Slo:
+    match overload:
+        case Overload.OFF:
+            return Slo()
+        case Overload.NONE:
+            return Slo(ttft_s=slo.ttft_s)
+        case _:
+            return slo
 
 
 def _missed(candidate: Candidate, slo: Slo) -> Limit | None:

@@ -28,13 +28,18 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One way to serve a request. `source` is the node its cached blocks come from, None where none are used."""
+    """One way to serve a request. `source` is the node its cached blocks come from, None where none are used.
+
+    Without a prefill worker the decode worker computes what is not cached, in chunks beside the steps of its batch;
+    `step_s_max` is how long these may make a step, if there is a limit.
+    """
 
     prefill: WorkerId | None
     decode: WorkerId
     source: NodeId | None
     cached_tokens: int
     cost: Cost
+    step_s_max: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +64,7 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Serve the request there. `prefill` is None where every token is in blocks that the pool holds."""
+    """Serve the request there. `prefill` is None where the pool holds every token, or `decode` computes the rest."""
 
     request: RequestId
     attempt: int
@@ -68,6 +73,7 @@ class Place:
     cached_tokens_expected: int
     source: NodeId | None
     explanation: Explanation
+    step_s_max: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,10 @@ Rules.
 - One request has one placement at most. A new attempt replaces the old one; what is said of the old one is ignored.
 - The conductor decides, the gateway owns: an `Abort` says that an attempt is over, what follows is a fresh `Arrive`.
 
+A policy with an order binds late: requests wait in one line, smallest first, until a way is free for one of them, or
+until their SLO could not be kept any more on an idle cluster; then the answer comes with a later event. The first few of
+the line are tried, so that one that fits nowhere now holds up nobody.
+
 A placement's life.  Its prefill counts in the prefill worker's queue until `PrefillFinished`; its KV counts in the
 decode worker from the start, since that room is spoken for.  Both end with the attempt, however it ends.
 
@@ -19,11 +23,13 @@ decode worker from the start, since that room is spoken for.  Both end with the 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from bisect import bisect, bisect_left, insort
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from heapq import heappop, heappush
 from typing import Any, assert_never
 
-from cluster.core.admission import Admit, gate, judge
+from cluster.core.admission import Admit, gate, judge, line, waited
 from cluster.core.commands import (
     Abort,
     Command,
@@ -56,8 +62,9 @@ from cluster.core.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from cluster.core.routing import POLICIES, Chance
-from cluster.core.state import ConductorConfig, Role, View, Worker
+from cluster.core.policies import policy
+from cluster.core.routing import Chance, idle, needs_prefill
+from cluster.core.state import ConductorConfig, Overload, Role, Slo, Stream, View, Worker
 from kvstore.core.blocks import NodeId, RequestId, WorkerId
 from kvstore.core.prefix_index import PrefixIndex
 
@@ -71,12 +78,33 @@ class Stage(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class Flight:
-    """One attempt of one request that was placed and is not over. `step_s` is the uncorrected step at its start."""
+    """One attempt of one request that was placed and is not over. `step_s` is the uncorrected step at its start.
+
+    `computes` is who computes the prompt, the prefill worker or the decode worker itself; None where it is all there.
+    """
 
     place: Place
+    slo: Slo
     placed_s: float
+    computes: WorkerId | None
     stage: Stage
     step_s: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Waiting:
+    """A request in the line: its place there, what it would take on an idle cluster, when it is too late for it."""
+
+    event: Arrive
+    arrived_s: float
+    key: tuple[float, RequestId]
+    compute_s: float
+    too_late_s: float
+
+
+LINE_TRIED = 8
+"""How many of the line are tried for a way that is free."""
+_FREES_NOTHING = (BlockStored, BlockRemoved, NodeSnapshot, PrefillStarted, DirectoryLost, DirectoryFound)
 
 
 class Conductor:
@@ -86,16 +114,29 @@ class Conductor:
         self.config = config
         self.index = PrefixIndex()
         self._chance = chance
-        self._policy = POLICIES[config.policy]
+        self._policy = policy(config.policy, dict(config.options))
         self._now_s = float("-inf")
         self._workers: dict[WorkerId, Worker] = {}
         self._flights: dict[RequestId, Flight] = {}
+        self._waiting: dict[RequestId, Waiting] = {}
+        self._line: list[tuple[float, RequestId]] = []
+        self._too_late: list[
+            tuple[float, RequestId]
+        ] = []  # a heap; of who waits no more, entries stay till then
         self._snapshots_asked_s: dict[NodeId, float] = {}
         self._wakes_s: list[float] = []  # asked for and not due yet, the next one last
         self._directory_lost_s = float("inf")
         self._output_tokens = float(config.output_tokens_guess)
         self._ttft_fit = Fit()
-        self._counts = {"placed": 0, "retried": 0, "rejected": 0, "finished": 0, "failed": 0, "aborted": 0}
+        self._counts = {
+            "placed": 0,
+            "retried": 0,
+            "rejected": 0,
+            "finished": 0,
+            "failed": 0,
+            "aborted": 0,
+            "wasted": 0,
+        }
 
     # -- events in, commands out
 
@@ -103,7 +144,14 @@ class Conductor:
         """What to do about `event`, which is known at `now` seconds. Raises nothing but AssertionError, for a bug."""
         assert now >= self._now_s, f"the clock went back from {self._now_s} to {now}"
         self._now_s = now
-        return [*self._overdue(), *self._handle(event), *self._next_wake()]
+        commands = [*self._overdue(), *self._handle(event)]
+        if (
+            self._line
+            and not isinstance(event, _FREES_NOTHING)
+            and not self._policy.busy(self._workers.values())
+        ):
+            commands += self._bind()
+        return [*commands, *self._next_wake()]
 
     def _handle(self, event: Event) -> list[Command]:
         match event:
@@ -158,8 +206,14 @@ class Conductor:
             return []
         if flight is not None and event.attempt == flight.place.attempt:
             return [flight.place]  # the gateway asked again: the same answer
+        waiting = self._waiting.get(event.request)
+        if waiting is not None and event.attempt <= waiting.event.attempt:
+            return []
         self._end(event.request)
         answer = self._decide(event)
+        return [self._counted(answer)] if answer is not None else []
+
+    def _counted(self, answer: Place | RetryAfter | Reject) -> Place | RetryAfter | Reject:
         match answer:
             case Place():
                 self._counts["placed"] += 1
@@ -167,18 +221,100 @@ class Conductor:
                 self._counts["retried"] += 1
             case Reject():
                 self._counts["rejected"] += 1
-        return [answer]
+        return answer
 
-    def _decide(self, event: Arrive) -> Place | RetryAfter | Reject:
+    def _decide(self, event: Arrive) -> Place | RetryAfter | Reject | None:
+        """None: it stands in the line."""
         view = self._view(event)
         roles = [worker.role for worker in self._workers.values()]
-        refusal = gate(view, event, Role.PREFILL in roles, Role.DECODE in roles)
+        needed = not self._policy.at_decode and needs_prefill(view, event)
+        refusal = gate(view, event, Role.PREFILL in roles, Role.DECODE in roles, needed)
         if refusal is not None:
             return refusal
-        verdict = judge(view, event, self._policy(view, event, self._chance))
+        if self._policy.order is not None:
+            return self._line_up(view, event)
+        verdict = judge(view, event, self._policy.rank(view, event, self._chance))
         if isinstance(verdict, Reject):
             self._doubt(verdict.explanation)
         return self._place(view, verdict, event) if isinstance(verdict, Admit) else verdict
+
+    # -- the line
+
+    def _line_up(self, view: View, event: Arrive) -> RetryAfter | Reject | None:
+        assert self._policy.order is not None, "a policy that binds at once"
+        best = idle(view, event, self._policy.at_decode)
+        compute_s = best.cost.prefill_s
+        key = (self._policy.order(compute_s, self._now_s), event.request)
+        ahead = self._line[: bisect(self._line, key)]
+        computing = [*view.prefill, *view.decode] if self._policy.at_decode else list(view.prefill)
+        ahead_s = sum(self._waiting[request].compute_s for _, request in ahead)
+        ahead_s += sum(worker.queue_s(self._now_s) for worker in computing)
+        refusal = line(view, event, ahead_s / len(computing), best)
+        if refusal is not None:
+            self._doubt(refusal.explanation)
+            return refusal
+        limit_s = None if self.config.overload is Overload.OFF else event.slo.ttft_s
+        too_late_s = self._now_s + limit_s - best.cost.ttft_s if limit_s is not None else float("inf")
+        self._waiting[event.request] = Waiting(
+            event=event, arrived_s=self._now_s, key=key, compute_s=compute_s, too_late_s=too_late_s
+        )
+        insort(self._line, key)
+        heappush(self._too_late, (too_late_s, event.request))
+        return None
+
+    def _bind(self) -> list[Command]:
+        """Place whom there is a free way for, the first of the line first."""
+        commands: list[Command] = []
+        tried = 0
+        while tried < min(LINE_TRIED, len(self._line)):
+            waiting = self._waiting[self._line[tried][1]]
+            verdict = self._try(waiting)
+            if verdict is None:
+                tried += 1
+                continue
+            self._leave_line(waiting.event.request)
+            commands.append(self._counted(self._place(*verdict, waiting.event)))
+            if self._policy.busy(self._workers.values()):
+                break
+            tried = 0
+        return commands
+
+    def _try(self, waiting: Waiting) -> tuple[View, Admit] | None:
+        view = self._view(waiting.event)
+        if not view.decode:
+            return None
+        waited_s = self._now_s - waiting.arrived_s
+        ranked = [
+            replace(
+                way,
+                cost=replace(
+                    way.cost, queue_s=way.cost.queue_s + waited_s, ttft_s=way.cost.ttft_s + waited_s
+                ),
+            )
+            for way in self._policy.rank(view, waiting.event, self._chance)
+        ]
+        verdict = judge(view, waiting.event, ranked) if ranked else None
+        return (view, verdict) if isinstance(verdict, Admit) else None
+
+    def _leave_line(self, request: RequestId) -> Waiting | None:
+        waiting = self._waiting.pop(request, None)
+        if waiting is not None:
+            del self._line[bisect_left(self._line, waiting.key)]
+        return waiting
+
+    def _given_up(self) -> list[Command]:
+        """Who waited until even an idle cluster would be too late."""
+        commands: list[Command] = []
+        while self._too_late and self._too_late[0][0] <= self._now_s:
+            too_late_s, request = heappop(self._too_late)
+            waiting = self._waiting.get(request)
+            if waiting is None or waiting.too_late_s != too_late_s:
+                continue
+            self._leave_line(request)
+            view = self._view(waiting.event)
+            refusal = waited(view, waiting.event, self._now_s - waiting.arrived_s)
+            commands.append(self._counted(refusal))
+        return commands
 
     def _doubt(self, refused: Explanation) -> None:
         """Believe a correction less that alone made a request seem impossible: refusals bring no observations."""
@@ -202,7 +338,7 @@ class Conductor:
                 w for w in workers if w.role is Role.DECODE and w.capacity.kv_tokens_max > event.tokens
             ),
             held=self.index.match(event.chain),
-            inflight=len(self._flights),
+            inflight=len(self._flights) + len(self._waiting),
             placements=self._counts["placed"],
             output_tokens=self._output_tokens,
             context_tokens=event.tokens + round(min(self._output_tokens, event.max_new_tokens)),
@@ -218,12 +354,25 @@ class Conductor:
             cached_tokens_expected=chosen.cached_tokens,
             source=chosen.source,
             explanation=verdict.explanation,
+            step_s_max=chosen.step_s_max,
         )
-        self._workers[chosen.decode].stream(event.request, view.context_tokens)
-        if chosen.prefill is not None:
-            self._workers[chosen.prefill].queue(event.request, round(chosen.cost.prefill_s * 1e6))
-        stage = Stage.HANDING_OFF if chosen.prefill is None else Stage.QUEUED
-        self._flights[event.request] = Flight(place=place, placed_s=self._now_s, stage=stage)
+        cost = chosen.cost
+        stream = Stream(
+            context_tokens=view.context_tokens,
+            ready_s=self._now_s + cost.fetch_s + cost.prefill_s + cost.handoff_s,
+            tbt_s=event.slo.tbt_s,
+        )
+        self._workers[chosen.decode].stream(event.request, stream)
+        computes = chosen.prefill or (chosen.decode if cost.prefill_s else None)
+        if computes is not None:
+            self._workers[computes].queue(event.request, round(cost.prefill_s * 1e6))
+        self._flights[event.request] = Flight(
+            place=place,
+            slo=event.slo,
+            placed_s=self._now_s,
+            computes=computes,
+            stage=Stage.HANDING_OFF if computes is None else Stage.QUEUED,
+        )
         return place
 
     # -- following what was placed
@@ -251,7 +400,7 @@ class Conductor:
             case PrefillStarted():
                 self._prefill_started(flight)
             case PrefillFinished():
-                self._prefill_finished(flight, event)
+                return self._prefill_finished(flight, event)
             case PrefillLost():
                 self._suspect(flight, "prefill")
             case DecodeStarted():
@@ -276,27 +425,44 @@ class Conductor:
             self._workers[failed].suspect_until_s = self._now_s + self.config.suspect_s
 
     def _prefill_started(self, flight: Flight) -> None:
-        if flight.stage is Stage.QUEUED and flight.place.prefill is not None:
+        if flight.stage is Stage.QUEUED and flight.computes is not None:
             flight.stage = Stage.PREFILLING
-            self._workers[flight.place.prefill].start(flight.place.request, self._now_s)
+            self._workers[flight.computes].start(flight.place.request, self._now_s)
 
-    def _prefill_finished(self, flight: Flight, event: PrefillFinished) -> None:
-        if flight.stage not in (Stage.QUEUED, Stage.PREFILLING) or flight.place.prefill is None:
-            return
+    def _prefill_finished(self, flight: Flight, event: PrefillFinished) -> list[Command]:
+        if flight.stage not in (Stage.QUEUED, Stage.PREFILLING) or flight.computes is None:
+            return []
         flight.stage = Stage.HANDING_OFF
-        worker = self._workers[flight.place.prefill]
-        worker.release(event.request)
+        worker = self._workers[flight.computes]
+        worker.computed(event.request)
         predicted_s = prefill_s(worker.coefficients, event.cached_tokens, event.computed_tokens)
         worker.fit = worker.fit.observe(predicted_s, event.observed_s)
+        return self._judge_again(flight)
+
+    def _judge_again(self, flight: Flight) -> list[Command]:
+        """Mooncake's modes of overload look at the decode worker once more before it gets the request."""
+        limit_s, mode, place = flight.slo.tbt_s, self.config.overload, flight.place
+        if limit_s is None or mode not in (Overload.NONE, Overload.EARLY, Overload.PREDICTIVE):
+            return []
+        worker = self._workers[place.decode]
+        own = worker.streams[place.request]
+        decoding = [stream for stream in worker.streams.values() if stream.since_s is not None]
+        if worker.step_with_s(decoding, own.context_tokens) <= limit_s:
+            return []
+        self._counts["wasted"] += 1
+        self._end(place.request)
+        return [Abort(request=place.request, attempt=place.attempt, reason="tbt_s")]
 
     def _decode_started(self, flight: Flight) -> None:
         """Whatever was not heard of the prefill: it is over once the decode worker has the KV."""
         if flight.stage is Stage.DECODING:
             return
         flight.stage = Stage.DECODING
-        flight.step_s = self._uncorrected_step_s(self._workers[flight.place.decode])
-        if flight.place.prefill in self._workers:
-            self._workers[flight.place.prefill].release(flight.place.request)
+        worker = self._workers[flight.place.decode]
+        worker.streams[flight.place.request].since_s = self._now_s
+        flight.step_s = self._uncorrected_step_s(worker)
+        if flight.computes in self._workers:
+            self._workers[flight.computes].computed(flight.place.request)
 
     def _finished(self, flight: Flight, event: Finished) -> None:
         """Learn from the answer. Its batch changed while it ran: the mean of both ends stands for what it saw."""
@@ -318,13 +484,15 @@ class Conductor:
         return []
 
     def _end(self, request: RequestId) -> bool:
-        """Take the request's flight out, and its load off both workers."""
+        """Take the request out of the line, or its flight out and its load off both workers."""
+        if self._leave_line(request) is not None:
+            return True
         flight = self._flights.pop(request, None)
         if flight is None:
             return False
         self._workers[flight.place.decode].release(request)
-        if flight.place.prefill in self._workers:
-            self._workers[flight.place.prefill].release(request)
+        if flight.computes in self._workers:
+            self._workers[flight.computes].release(request)
         return True
 
     # -- members
@@ -381,7 +549,7 @@ class Conductor:
         """Ask again for snapshots that did not come; end attempts that nobody ended."""
         while self._wakes_s and self._wakes_s[-1] <= self._now_s:
             self._wakes_s.pop()
-        commands: list[Command] = []
+        commands = self._given_up()
         for node, asked_s in list(self._snapshots_asked_s.items()):
             if asked_s + self.config.snapshot_retry_s <= self._now_s:
                 del self._snapshots_asked_s[node]
@@ -400,6 +568,7 @@ class Conductor:
         due_s = min(
             min(self._snapshots_asked_s.values(), default=float("inf")) + self.config.snapshot_retry_s,
             next((f.placed_s for f in self._flights.values()), float("inf")) + self.config.request_s_max,
+            self._too_late[0][0] if self._too_late else float("inf"),
         )
         if due_s >= min(self._wakes_s[-1:], default=float("inf")):
             return []
@@ -411,19 +580,23 @@ class Conductor:
     def check(self) -> None:
         """Assert the invariants: every load is the sum of its flights, every flight is on workers that exist."""
         self.index.check()
-        assert len(self._flights) <= self.config.inflight_max, "too much in flight"
+        assert len(self._flights) + len(self._waiting) <= self.config.inflight_max, "too much in flight"
         queued: dict[WorkerId, list[RequestId]] = {worker: [] for worker in self._workers}
         streams: dict[WorkerId, list[RequestId]] = {worker: [] for worker in self._workers}
         for request, flight in self._flights.items():
             assert flight.place.request == request
             streams[flight.place.decode].append(request)
-            if flight.place.prefill is not None and flight.stage in (Stage.QUEUED, Stage.PREFILLING):
-                queued[flight.place.prefill].append(request)
+            if flight.computes is not None and flight.stage in (Stage.QUEUED, Stage.PREFILLING):
+                queued[flight.computes].append(request)
         for worker in self._workers.values():
             worker.check()
             assert list(worker.queue_us) == queued[worker.id], f"{worker.id}: queue and flights disagree"
             assert list(worker.streams) == streams[worker.id], f"{worker.id}: streams and flights disagree"
         assert self._wakes_s == sorted(set(self._wakes_s), reverse=True), "a timer was asked for twice"
+        assert self._line == sorted(waiting.key for waiting in self._waiting.values()), (
+            "the line is not who waits"
+        )
+        assert not self._waiting.keys() & self._flights.keys(), "a request waits that was placed"
         placed_s = [flight.placed_s for flight in self._flights.values()]
         assert placed_s == sorted(placed_s), "flights are not in order of placement"
 
@@ -434,6 +607,7 @@ class Conductor:
             "now_s": self._now_s,
             "policy": self.config.policy,
             "counts": dict(self._counts),
+            "waiting": len(self._waiting),
             "inflight": {stage.value: stages.count(stage) for stage in Stage},
             "output_tokens_expected": self._output_tokens,
             "ttft_fit": asdict(self._ttft_fit),
@@ -448,7 +622,7 @@ class Conductor:
             "role": worker.role.value,
             "node": worker.node,
             "address": worker.address,
-            "requests": len(worker.queue_us) + len(worker.streams),
+            "requests": len(worker.queue_us.keys() | worker.streams.keys()),
             "queue_s": worker.queue_s(self._now_s),
             "context_tokens": worker.context_tokens,
             "fit": asdict(worker.fit),
@@ -471,4 +645,4 @@ def _identity(worker: Worker) -> tuple[object, ...]:
 def _needs(flight: Flight, worker: WorkerId) -> bool:
     """Whether the flight is lost without `worker`; a prefill that is over needs its worker no more."""
     before_handoff = flight.stage in (Stage.QUEUED, Stage.PREFILLING)
-    return flight.place.decode == worker or (before_handoff and flight.place.prefill == worker)
+    return flight.place.decode == worker or (before_handoff and flight.computes == worker)

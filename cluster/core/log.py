@@ -14,7 +14,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
-from cluster.core.commands import Command
+from cluster.core.commands import Command, Explanation
 from cluster.core.conductor import Conductor
 from cluster.core.events import Event
 
@@ -24,6 +24,11 @@ _TYPES = {kind.__name__: kind for kind in (*get_args(Event), *get_args(Command))
 def encode(value: Event | Command) -> dict[str, Any]:
     """The event or command as JSON data, with its type's name under `type`."""
     return {"type": type(value).__name__, **_plain(value)}
+
+
+def encode_explanation(why: Explanation) -> dict[str, Any]:
+    """A decision's explanation alone, as JSON data."""
+    return cast(dict[str, Any], _plain(why))
 
 
 def decode(data: dict[str, Any]) -> Event | Command:

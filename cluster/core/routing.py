@@ -1,12 +1,12 @@
-"""Where a request could go, and what each way costs. A policy ranks; it neither admits nor places.
-
-A policy is a function of (view, request, chance) that returns candidates, best first.  `chance` gives numbers in
-[0, 1).  The view always has a decode worker, and a prefill worker where the request needs one.
+"""Where a request could go, and what each way costs in seconds: what policies (`policies.py`) are made of.
 
 How a way is priced.  Missing prefix blocks are read from SSD and travel while the request queues, and a request's KV
 travels to another machine while it is computed, layer by layer; only what sticks out is waited for.  Engines load KV
 from the memory of their own machine when all of it is there, which is never hidden.  Of each node's part of a chain,
 all that lies beyond its prefix in DRAM counts as being read from its SSD.
+
+A prompt may be computed by the decode worker itself, in chunks beside the steps of its batch: then each chunk waits for
+a step, which is counted as part of the prefill.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from math import ceil
 from cluster.core.commands import Candidate, Cost
 from cluster.core.cost import fetch_s
 from cluster.core.events import Arrive
-from cluster.core.state import View, Worker
+from cluster.core.state import Overload, Role, Stream, View, Worker
 from kvstore.core.blocks import NodeId
 from kvstore.core.prefix_index import Held
 
 Chance = Callable[[], float]
-Policy = Callable[[View, Arrive, Chance], list[Candidate]]
 
 NOTHING = Held(0, 0)
+CHUNK_SHARE_MIN = 0.05
+"""Of a bounded step; what a chunk gets where the batch alone takes longer."""
 SHORTLIST = 4
 """Pairs are priced among this many best workers of each role: prices of pairs differ only by their hand-off."""
 
@@ -36,33 +37,8 @@ def needs_prefill(view: View, request: Arrive) -> bool:
     return request.attempt > 1 or not whole or not _holders_of_all(view, request)
 
 
-def load(view: View, request: Arrive, chance: Chance) -> list[Candidate]:
-    """Least predicted time to first token; between equals, least time between tokens."""
-    offers = sorted(_prefill_offers(view, request), key=lambda offer: (offer.seconds, offer.name))[:SHORTLIST]
-    decode = sorted(view.decode, key=lambda worker: (sum(_decode_s(view, worker)), worker.id))[:SHORTLIST]
-    candidates = [_pair(view, request, offer, worker) for offer in offers for worker in decode]
-    return sorted(candidates, key=_rank)
-
-
-def random(view: View, request: Arrive, chance: Chance) -> list[Candidate]:
-    """Any prefill worker, any decode worker (Mooncake, section 7: the first baseline)."""
-    offers = _prefill_offers(view, request)
-    offer = offers[int(chance() * len(offers))]
-    return [_pair(view, request, offer, view.decode[int(chance() * len(view.decode))])]
-
-
-def round_robin(view: View, request: Arrive, chance: Chance) -> list[Candidate]:
-    """Each worker of a role in its turn."""
-    offers = _prefill_offers(view, request)
-    offer = offers[view.placements % len(offers)]
-    return [_pair(view, request, offer, view.decode[view.placements % len(view.decode)])]
-
-
-POLICIES: dict[str, Policy] = {"load": load, "random": random, "round_robin": round_robin}
-
-
 @dataclass(frozen=True, slots=True)
-class _PrefillOffer:
+class Offer:
     """What one prefill worker, or none at all, would do with the request."""
 
     worker: Worker | None
@@ -81,39 +57,56 @@ class _PrefillOffer:
         return self.worker.id if self.worker else ""
 
 
-def _rank(candidate: Candidate) -> tuple[float, float, str, str]:
+def quickest(candidate: Candidate) -> tuple[float, float, str, str]:
     return (candidate.cost.ttft_s, candidate.cost.tbt_s, candidate.prefill or "", candidate.decode)
 
 
-def _prefill_offers(view: View, request: Arrive) -> list[_PrefillOffer]:
+def pool_alone() -> Offer:
+    """No prompt token is left to compute."""
+    return Offer(None, None, 0, 0.0, 0.0, 0.0)
+
+
+def best_offers(view: View, request: Arrive) -> list[Offer]:
+    """What each prefill worker can do at best; the pool alone where that is enough."""
     if not needs_prefill(view, request):
-        return [_PrefillOffer(None, None, request.tokens, 0.0, 0.0, 0.0)]
-    longest = _longest(view)
-    return [_prefill_offer(view, request, worker, longest) for worker in view.prefill]
+        return [pool_alone()]
+    source = longest(view)
+    return [best_offer(view, request, worker, source) for worker in view.prefill]
 
 
-def _prefill_offer(view: View, request: Arrive, worker: Worker, longest: NodeId | None) -> _PrefillOffer:
-    """The quicker of using what the worker's own node holds, and bringing the longest prefix from elsewhere."""
-    local = _prefill_from(view, request, worker, worker.node if worker.node in view.held else None)
-    if longest is None or view.held[longest].blocks <= view.held.get(worker.node, NOTHING).blocks:
+def local_offers(view: View, request: Arrive) -> list[Offer]:
+    """What each prefill worker can do with what its own node holds."""
+    if not needs_prefill(view, request):
+        return [pool_alone()]
+    return [local_offer(view, request, worker) for worker in view.prefill]
+
+
+def local_offer(view: View, request: Arrive, worker: Worker) -> Offer:
+    return offer_from(view, request, worker, worker.node if worker.node in view.held else None)
+
+
+def best_offer(view: View, request: Arrive, worker: Worker, source: NodeId | None) -> Offer:
+    """The quicker of using what the worker's own node holds, and bringing the longest prefix from `source`."""
+    local = local_offer(view, request, worker)
+    if source is None or view.held[source].blocks <= view.held.get(worker.node, NOTHING).blocks:
         return local
-    remote = _prefill_from(view, request, worker, longest)
+    remote = offer_from(view, request, worker, source)
     return remote if remote.seconds < local.seconds else local
 
 
-def _prefill_from(view: View, request: Arrive, worker: Worker, source: NodeId | None) -> _PrefillOffer:
+def offer_from(view: View, request: Arrive, worker: Worker, source: NodeId | None) -> Offer:
     """Price one source. The engine must compute one token at least, so a full hit counts for one token less."""
     config = view.config
     near = view.held.get(worker.node, NOTHING)
     far = view.held[source] if source is not None and source != worker.node else near
     cached = min(far.blocks * config.block_tokens, request.tokens - 1)
     queue_s = worker.queue_s(view.now_s)
-    travel_s = _read_s(view, near.blocks - near.dram)
+    travel_s = read_s(view, near.blocks - near.dram)
     if far is not near:
-        travel_s += _read_s(view, far.blocks - max(far.dram, near.blocks))
+        travel_s += read_s(view, far.blocks - max(far.dram, near.blocks))
         travel_s += fetch_s((far.blocks - near.blocks) * _block_bytes(view), config.network)
     load_s = fetch_s(cached * config.kv_bytes_per_token, config.memory)
-    return _PrefillOffer(
+    return Offer(
         worker=worker,
         source=source,
         cached_tokens=cached,
@@ -127,12 +120,12 @@ def _block_bytes(view: View) -> int:
     return view.config.block_tokens * view.config.kv_bytes_per_token
 
 
-def _read_s(view: View, blocks: int) -> float:
+def read_s(view: View, blocks: int) -> float:
     """Seconds to bring so many blocks from an SSD into the DRAM beside it."""
     return fetch_s(blocks * _block_bytes(view), view.config.ssd)
 
 
-def _decode_s(view: View, worker: Worker) -> tuple[float, float]:
+def decode_s(view: View, worker: Worker) -> tuple[float, float]:
     """(seconds until the request could join the batch, seconds of a step with it in)."""
     step_s = worker.step_s(1, view.context_tokens)
     streams = len(worker.streams)
@@ -148,26 +141,27 @@ def _decode_s(view: View, worker: Worker) -> tuple[float, float]:
     return streams_over * between_ends_s, step_s
 
 
-def _pair(view: View, request: Arrive, offer: _PrefillOffer, decode: Worker) -> Candidate:
+def pair(view: View, request: Arrive, offer: Offer, decode: Worker) -> Candidate:
     """One way, priced: the offer of a prefill worker (or of the pool alone) joined with a decode worker."""
     config = view.config
     prompt_bytes = request.tokens * config.kv_bytes_per_token
     load_s = fetch_s(prompt_bytes, config.memory)
-    wait_s, step_s = _decode_s(view, decode)
+    wait_s = decode_s(view, decode)[0]
     source = offer.source if offer.worker else _whole_source(view, request, decode.node)
     from_node = offer.worker.node if offer.worker else source
     travel_s = fetch_s(prompt_bytes, config.network) if from_node != decode.node else 0.0
     pool_fetch_s = 0.0
     if offer.worker is None and source is not None:
-        pool_fetch_s = travel_s + _read_s(view, view.held[source].blocks - view.held[source].dram)
+        pool_fetch_s = travel_s + read_s(view, view.held[source].blocks - view.held[source].dram)
     handoff_s = load_s + (max(0.0, travel_s - offer.prefill_s) if offer.worker else 0.0)
     before_decode_s = offer.seconds + pool_fetch_s + handoff_s
     decode_wait_s = max(0.0, wait_s - before_decode_s)
+    step_s = judged_step_s(view, decode, view.now_s + before_decode_s)
     return Candidate(
         prefill=offer.worker.id if offer.worker else None,
         decode=decode.id,
         source=source,
-        cached_tokens=offer.cached_tokens,
+        cached_tokens=offer.cached_tokens if offer.worker else request.tokens,
         cost=Cost(
             queue_s=offer.queue_s,
             fetch_s=offer.fetch_s + pool_fetch_s,
@@ -180,7 +174,98 @@ def _pair(view: View, request: Arrive, offer: _PrefillOffer, decode: Worker) -> 
     )
 
 
-def _longest(view: View) -> NodeId | None:
+def at_decode(view: View, request: Arrive, offer: Offer, step_s_max: float | None = None) -> Candidate:
+    """One way, priced: `offer` is of a decode worker, which computes the prompt in chunks beside its steps.
+
+    A chunk has `chunk_tokens`, or what takes as long as `step_s_max` leaves.
+    """
+    decode = offer.worker
+    assert decode is not None, "nobody computes the prompt"
+    step_s = judged_step_s(view, decode, view.now_s + offer.seconds)
+    beside_s = decode.step_s() if decode.streams else 0.0
+    if step_s_max is None:
+        chunk_s = decode.prefill_s(0, view.config.chunk_tokens)
+    else:
+        chunk_s = max(step_s_max - beside_s, CHUNK_SHARE_MIN * step_s_max)
+        step_s = max(step_s, step_s_max)
+    prefill_s = offer.prefill_s * (1 + beside_s / chunk_s)
+    before_decode_s = offer.queue_s + offer.fetch_s + prefill_s
+    decode_wait_s = max(0.0, decode_s(view, decode)[0] - before_decode_s)
+    return Candidate(
+        prefill=None,
+        decode=decode.id,
+        source=offer.source,
+        cached_tokens=offer.cached_tokens,
+        cost=Cost(
+            queue_s=offer.queue_s,
+            fetch_s=offer.fetch_s,
+            prefill_s=prefill_s,
+            handoff_s=0.0,
+            decode_wait_s=decode_wait_s,
+            tbt_s=step_s,
+            ttft_s=before_decode_s + decode_wait_s + step_s,
+        ),
+        step_s_max=step_s_max,
+    )
+
+
+def idle(view: View, request: Arrive, at_decode: bool) -> Candidate:
+    """The request on the quickest workers if they had nothing else to do, with the longest prefix that is anywhere."""
+    config, source = view.config, longest(view)
+    blocks = view.held[source].blocks if source is not None else 0
+    cached = min(blocks * config.block_tokens, request.tokens - 1)
+    computes = min(
+        [*view.prefill, *(view.decode if at_decode else ())],
+        key=lambda worker: (worker.prefill_s(cached, request.tokens - cached), worker.id),
+    )
+    step_s, _, decode = min(
+        (worker.empty_step_s(view.context_tokens), worker.id, worker) for worker in view.decode
+    )
+    prefill_s = computes.prefill_s(cached, request.tokens - cached)
+    fetch = fetch_s(cached * config.kv_bytes_per_token, config.memory)
+    handoff_s = fetch_s(request.tokens * config.kv_bytes_per_token, config.memory)
+    return Candidate(
+        prefill=computes.id if computes.role is Role.PREFILL else None,
+        decode=decode.id,
+        source=source if cached else None,
+        cached_tokens=cached,
+        cost=Cost(
+            queue_s=0.0,
+            fetch_s=fetch,
+            prefill_s=prefill_s,
+            handoff_s=handoff_s,
+            decode_wait_s=0.0,
+            tbt_s=step_s,
+            ttft_s=fetch + prefill_s + handoff_s + step_s,
+        ),
+    )
+
+
+def judged_step_s(view: View, worker: Worker, ready_s: float) -> float:
+    """Seconds of a step with the request in, as the mode of overload sees the worker; `ready_s`: it could start then."""
+    match view.config.overload:
+        case Overload.EARLY:
+            streams = [stream for stream in worker.streams.values() if stream.since_s is not None]
+        case Overload.PREDICTIVE:
+            streams = predicted_streams(view, worker, ready_s)
+        case _:
+            return worker.step_s(1, view.context_tokens)
+    return worker.step_with_s(streams, view.context_tokens)
+
+
+def predicted_streams(view: View, worker: Worker, ready_s: float) -> list[Stream]:
+    """Who will decode then: whose prompt is done by then, and whose answer, of mean length, is not."""
+    answer_s = view.output_tokens * worker.step_s()
+    return [
+        stream
+        for stream in worker.streams.values()
+        if (start_s := stream.ready_s if stream.since_s is None else stream.since_s)
+        <= ready_s
+        < start_s + answer_s
+    ]
+
+
+def longest(view: View) -> NodeId | None:
     """The node with the longest prefix; between equals the one with more of it in DRAM, then the first by id."""
     return min(
         view.held, key=lambda node: (-view.held[node].blocks, -view.held[node].dram, node), default=None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
@@ -17,6 +17,24 @@ TenantId = NewType("TenantId", str)
 class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+class Overload(StrEnum):
+    """What of the decode workers' load counts when it is asked whether an SLO will be kept.
+
+    The middle three are Mooncake's (arXiv, section 7); all three look once more when the prompt is done.
+    """
+
+    OFF = "off"
+    """Nothing is refused for its SLO."""
+    NONE = "none"
+    """At arrival only the prefill's; the time between tokens when the prompt is done, which may then be wasted."""
+    EARLY = "early"
+    """At arrival also the streams that decode now."""
+    PREDICTIVE = "predictive"
+    """At arrival also the streams that will decode when this prompt is done, if all answers take equally long."""
+    RESERVED = "reserved"
+    """All that was placed on the worker and is not over: what is admitted is not refused later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +60,9 @@ class ConductorConfig:
     block_tokens: int = 32
     kv_bytes_per_token: int = 46_080
     policy: str = "load"
+    options: tuple[tuple[str, float], ...] = ()
+    overload: Overload = Overload.RESERVED
+    chunk_tokens: int = 2048
     inflight_max: int = 256
     request_s_max: float = 3600.0
     output_tokens_guess: int = 128
@@ -58,11 +79,23 @@ class ConductorConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class Stream:
+    """A request placed on a decode worker: the tokens of KV it will hold, when it is to start, and when it did."""
+
+    context_tokens: int
+    ready_s: float = 0.0
+    since_s: float | None = None
+    tbt_s: float | None = None
+    """Its limit."""
+
+
+@dataclass(slots=True, kw_only=True)
 class Worker:
     """One engine and the work it was given. Load is kept in whole numbers, so that it never drifts from its sum.
 
     `queue_us`: predicted microseconds of every prefill placed here and not finished, in order of placement.
-    `streams`: tokens of KV that every request placed here for decoding will hold.
+    `streams`: every request placed here for decoding. `tbt_limits`: the times between tokens that they are allowed, and
+    how many of them each.
     """
 
     id: WorkerId
@@ -74,8 +107,9 @@ class Worker:
     fit: Fit = Fit()
     queue_us: dict[RequestId, int] = field(default_factory=dict)
     queued_us: int = 0
-    streams: dict[RequestId, int] = field(default_factory=dict)
+    streams: dict[RequestId, Stream] = field(default_factory=dict)
     context_tokens: int = 0
+    tbt_limits: dict[float, int] = field(default_factory=dict)
     running: RequestId | None = None
     running_since_s: float = 0.0
     suspect_until_s: float = 0.0
@@ -94,6 +128,15 @@ class Worker:
         context = min(self.context_tokens + more_tokens, self.capacity.kv_tokens_max)
         return self.fit.scale * decode_step_s(self.coefficients, batch, context)
 
+    def empty_step_s(self, context_tokens: int) -> float:
+        """Predicted seconds of a decode step of one stream alone."""
+        return self.fit.scale * decode_step_s(self.coefficients, 1, context_tokens)
+
+    def step_with_s(self, streams: Sequence[Stream], more_tokens: int) -> float:
+        """Predicted seconds of a decode step of these streams and one more."""
+        others = sum(stream.context_tokens for stream in streams) - self.context_tokens
+        return self.step_s(len(streams) + 1 - len(self.streams), others + more_tokens)
+
     def queue(self, request: RequestId, prefill_us: int) -> None:
         self.queue_us[request] = prefill_us
         self.queued_us += prefill_us
@@ -102,28 +145,43 @@ class Worker:
         if request in self.queue_us:
             self.running, self.running_since_s = request, now_s
 
-    def stream(self, request: RequestId, context_tokens: int) -> None:
-        self.streams[request] = context_tokens
-        self.context_tokens += context_tokens
+    def stream(self, request: RequestId, stream: Stream) -> None:
+        self.streams[request] = stream
+        self.context_tokens += stream.context_tokens
+        if stream.tbt_s is not None:
+            self.tbt_limits[stream.tbt_s] = self.tbt_limits.get(stream.tbt_s, 0) + 1
+
+    def computed(self, request: RequestId) -> None:
+        """Its prompt is done, or not wanted any more."""
+        self.queued_us -= self.queue_us.pop(request, 0)
+        if self.running == request:
+            self.running = None
 
     def release(self, request: RequestId) -> None:
         """Take the request's load off, whatever it was; a request that is not here changes nothing."""
-        self.queued_us -= self.queue_us.pop(request, 0)
-        self.context_tokens -= self.streams.pop(request, 0)
-        if self.running == request:
-            self.running = None
+        self.computed(request)
+        stream = self.streams.pop(request, None)
+        if stream is None:
+            return
+        self.context_tokens -= stream.context_tokens
+        if stream.tbt_s is not None:
+            self.tbt_limits[stream.tbt_s] -= 1
+            if not self.tbt_limits[stream.tbt_s]:
+                del self.tbt_limits[stream.tbt_s]
 
     def check(self) -> None:
         assert self.queued_us == sum(self.queue_us.values()), (
             f"{self.id}: queue is not the sum of its requests"
         )
-        assert self.context_tokens == sum(self.streams.values()), (
+        assert self.context_tokens == sum(stream.context_tokens for stream in self.streams.values()), (
             f"{self.id}: context is not the sum of its streams"
         )
-        assert self.running is None or self.running in self.queue_us, f"{self.id} runs what it was not given"
-        assert not (self.queue_us if self.role is Role.DECODE else self.streams), (
-            f"{self.id} has work of another role"
+        limits = [stream.tbt_s for stream in self.streams.values() if stream.tbt_s is not None]
+        assert self.tbt_limits == {limit_s: limits.count(limit_s) for limit_s in limits}, (
+            f"{self.id}: limits are not those of its streams"
         )
+        assert self.running is None or self.running in self.queue_us, f"{self.id} runs what it was not given"
+        assert self.role is Role.DECODE or not self.streams, f"{self.id} has work of another role"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

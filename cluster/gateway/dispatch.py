@@ -197,9 +197,13 @@ class ClusterBackend:
             slo=Slo(ttft_s=request.ttft_slo_s, tbt_s=request.tbt_slo_s),
         )
         try:
+            async with asyncio.timeout(_CONDUCTOR_CALL_S):
+                await self._channel(self._conductor_address).channel_ready()
             decision = await self._conductor().Decide(
-                _message(arrival), timeout=_CONDUCTOR_CALL_S, wait_for_ready=True
-            )
+                _message(arrival), timeout=_REQUEST_S_MAX, wait_for_ready=True
+            )  # a policy that binds late answers when a way is free
+        except TimeoutError as error:
+            raise Unavailable("the conductor does not answer") from error
         except grpc.aio.AioRpcError as error:
             raise Unavailable(f"the conductor does not answer: {error.details()}") from error
         data = json.loads(decision.command_json)

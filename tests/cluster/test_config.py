@@ -51,3 +51,18 @@ def test_nodes_listen_on_tcp_only_where_a_host_is_named(tmp_path: Path) -> None:
     assert over_tcp.read_address.startswith("127.0.0.1:")
     assert over_tcp.tls is not None
     assert over_tcp.tls.key == tmp_path / "tls_key"
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"policy": "astrology"}, "'astrology' is none of load, moonpool"),
+        ({"policy": "cache_aware", "options": {"threshold": 2}}, "'cache_aware' has no option 'threshold'"),
+        ({"overload": "panic"}, "overload"),
+    ],
+)
+def test_scheduling_that_cannot_be_is_refused_by_name(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match="scheduling.*" + words):
+        load_config(flags={"scheduling": values}, environ={})
+    good = {"policy": "kvcache_centric", "options": {"threshold": 2}, "overload": "early"}
+    assert load_config(flags={"scheduling": good}, environ={}).scheduling.options == {"threshold": 2.0}

@@ -102,17 +102,40 @@ async def test_what_was_decided_is_decided_again_from_the_log(start: "Start", tm
     )
 
 
-def fresh(cluster: "SmallCluster") -> Conductor:
-    """A conductor as the driver made its own. The policy in use asks for no chance."""
+async def test_a_policy_that_binds_late_answers_when_a_way_is_free(start: "Start", tmp_path: Path) -> None:
+    """More at once than all workers take; one leaves the line; decode workers compute prompts too; replayed, the same."""
+    log = tmp_path / "events.jsonl"
+    scheduling = SchedulingConfig(policy="moonpool", record_events=log)
+    cluster = await start(prefill=1, decode=2, decode_step_s=0.02, scheduling=scheduling)
+    leaving = [asyncio.create_task(cluster.answer(prompt(number))) for number in range(30, 34)]
+    everyone = asyncio.gather(*(cluster.answered_right(prompt(number)) for number in range(20)))
+    await asyncio.sleep(0.01)
+    for task in leaving:
+        task.cancel()
+    await everyone
+    await cluster.settled()
+    status = cluster.driver.status()["conductor"]
+    assert status["waiting"] == 0
+    assert not cluster.driver._undecided
+    entries = [json.loads(line) for line in log.read_text().splitlines()]
+    late = [entry for entry in entries if entry["event"]["type"] != "Arrive"]
+    assert any(command["type"] == "Place" for entry in late for command in entry["commands"])
+    places = [one for entry in entries for one in entry["commands"] if one["type"] == "Place"]
+    assert {place["prefill"] for place in places} == {None, "prefill-0"}
+    assert not list(replay(entries, fresh(cluster, "moonpool")))
+
+
+def fresh(cluster: "SmallCluster", policy: str = SchedulingConfig().policy) -> Conductor:
+    """A conductor as the driver made its own. The policies used here ask for no chance."""
     layout = cluster.workers["decode-0"].engine.layout
 
     def no_chance() -> float:
-        raise AssertionError("the load policy leaves nothing to chance")
+        raise AssertionError("this policy leaves nothing to chance")
 
     config = ConductorConfig(
         block_tokens=layout.block_tokens,
         kv_bytes_per_token=layout.block_bytes // layout.block_tokens,
-        policy=SchedulingConfig().policy,
+        policy=policy,
         inflight_max=SchedulingConfig().inflight_max,
     )
     return Conductor(config, no_chance)

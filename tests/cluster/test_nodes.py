@@ -274,7 +274,7 @@ async def test_a_source_that_is_gone_or_hangs_is_replaced(start: Start, fault: s
         tokens=len(whole),
         max_new_tokens=1,
     )
-    decided = cluster.driver.decide(arrival)
+    decided = await cluster.driver.decide(arrival)
     cluster.driver.report(Aborted(request=arrival.request))
     assert sorted(source.id for source in decided.sources) == ["node-0", "node-1"]
     assert isinstance(decided.command, Place)
