@@ -44,8 +44,9 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvstore.core.blocks import KVLayout, RequestId
-from kvstore.engine.loading import DevicePages, HostPages, Loader, LoadJob, Pages, Shard
+from kvstore.engine.loading import Loader, LoadJob, Shard
 from kvstore.engine.orphan import exit_with_parent
+from kvstore.engine.pages import Pages, Wait, pages_of
 from kvstore.engine.plan import KVPlan, LoadReport, PlannedBlock
 from kvstore.engine.spawned import after_imports
 from kvstore.engine.stats import ConnectorMetrics, ConnectorStats
@@ -420,7 +421,8 @@ class _Worker:
         self._layers: list[Pages] = []
         self._saved: set[int] = set()
         self.loader = Loader(self._shard, verify)
-        self.saver = _Saver(self._shard, self._copy)
+        self.sealer = Sealer(arena)
+        self.saver = _Saver(self._shard, self._copy, self.sealer.drain)
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Takes the engine's tensors, one per layer; each page of a layer must be one run of bytes.
@@ -431,7 +433,9 @@ class _Worker:
         ordered = sorted(kv_caches.items(), key=lambda item: extract_layer_index(item[0]))
         if len(ordered) != layout.layers:
             raise ValueError(f"the engine has {len(ordered)} KV layers, the arena's layout {layout.layers}")
-        self._layers = [_pages(name, tensor, layout) for name, tensor in ordered]
+        self._layers = pages_of(
+            [_bytes(name, tensor, layout) for name, tensor in ordered], self._arena.payload
+        )
         self.loader.begin(self._layers)
         self.saver.begin()
 
@@ -449,7 +453,8 @@ class _Worker:
 
     def _copy(self, layer: int, saves: Iterable[PageSave]) -> None:
         """May run on several threads at once: each slot has one writer."""
-        pages, arena, segment = self._layers[layer], self._arena, self._shard.segment(layer)
+        arena, segment = self._arena, self._shard.segment(layer)
+        moves, whole = [], []
         for save in saves:
             block = save.block
             if (
@@ -457,9 +462,11 @@ class _Worker:
                 or arena.epoch[block.slot] != block.epoch
             ):
                 continue  # sealed before a preemption, or the reservation is over
-            pages.save(save.page, self._shard.pieces[block.slot, layer, save.piece])
+            moves.append((save.page, self._shard.pieces[block.slot, layer, save.piece]))
             if save.seals:
-                arena.seal(block.slot, segment, block.epoch, block.hash)
+                whole.append(block)
+        if moves:
+            self.sealer.seal(segment, whole, self._layers[layer].save(moves))
 
     def end_step(self, step: StepMetadata) -> None:
         """Layers whose attention did not run through vLLM's hook are copied now."""
@@ -467,9 +474,10 @@ class _Worker:
             for layer in set(range(len(self._layers))) - self._saved:
                 self.save_layer(layer, step.saves)
         self._saved.clear()
+        self.sealer.drain()  # the next step may write other tokens into these pages
 
 
-def _pages(name: str, tensor: torch.Tensor, layout: KVLayout) -> Pages:
+def _bytes(name: str, tensor: torch.Tensor, layout: KVLayout) -> torch.Tensor:
     """The layer's KV as [pages, page_bytes] of bytes, without copying."""
     page_elements = tensor[0].numel()
     if not tensor[0].is_contiguous() or tensor.stride(0) != page_elements:
@@ -481,15 +489,60 @@ def _pages(name: str, tensor: torch.Tensor, layout: KVLayout) -> Pages:
         raise ValueError(
             f"a page of {name} has {pages.shape[1]} bytes, the arena's layout {layout.page_bytes}"
         )
-    return HostPages(pages) if pages.device.type == "cpu" else DevicePages(pages)
+    return pages
+
+
+class Sealer:
+    """Seals saved segments when their bytes are in the arena: at once, or on a thread that waits for a device."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._copying: queue.Queue[tuple[int, list[PlannedBlock], Wait]] = queue.Queue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def seal(self, segment: int, blocks: list[PlannedBlock], copied: Wait | None) -> None:
+        """`copied` waits until the last page of `blocks` is there, and of what else is being copied with them."""
+        if copied is None:
+            self._seal(segment, blocks)
+            return
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="moonpool-seal", daemon=True)
+                self._thread.start()
+        self._copying.put((segment, blocks, copied))
+
+    def drain(self) -> None:
+        """Returns when nothing is being copied out of the engine any more."""
+        self._copying.join()
+
+    def _seal(self, segment: int, blocks: Iterable[PlannedBlock]) -> None:
+        for block in blocks:
+            self._arena.seal(block.slot, segment, block.epoch, block.hash)
+
+    def _run(self) -> None:
+        while True:
+            segment, blocks, copied = self._copying.get()
+            try:
+                copied()
+                self._seal(segment, blocks)
+            except Exception:  # the thread's edge: what is not sealed is computed by its readers
+                logger.exception("%d blocks were not saved", len(blocks))
+            finally:
+                self._copying.task_done()
 
 
 class _Saver:
-    """Saves what ended requests leave, on a thread of its own; `copy` copies pages of one layer and seals them."""
+    """Saves what ended requests leave, on a thread of its own; `copy` copies pages of one layer and seals them, `drain`
+    waits for both.
+    """
 
-    def __init__(self, shard: Shard, copy: Callable[[int, Iterable[PageSave]], None]) -> None:
+    def __init__(
+        self, shard: Shard, copy: Callable[[int, Iterable[PageSave]], None], drain: Callable[[], None]
+    ) -> None:
         self._shard = shard
         self._copy = copy
+        self._drain = drain
         self._jobs: queue.Queue[HeldSave | None] = queue.Queue()
         self._lock = threading.Lock()
         self._finished: set[str] = set()
@@ -516,6 +569,7 @@ class _Saver:
                     self._copy(layer, job.saves)
             except Exception:  # the thread's edge: a request that is never let go holds its pages for ever
                 logger.exception("request %s: saving broke", job.engine_request)
+            self._drain()
             self._shard.stop(job.blocks)
             with self._lock:
                 self._finished.add(job.engine_request)

@@ -1,7 +1,8 @@
 """Loads blocks from the arena into an engine's pages, on a thread of its own, following blocks still being written.
 
 A segment is copied when its writer has sealed it; then what was copied is verified, while it is in the cache, and the
-slot's epoch is read again. A failed block stays failed; the others are loaded, since vLLM keeps the good ones before
+slot's epoch is read again. From a device's memory nothing is read back: the slot's bytes are summed while they are
+copied, and the epoch, read when both have ended, tells that they were the same. A failed block stays failed; the others are loaded, since vLLM keeps the good ones before
 the first failure.
 """
 
@@ -10,15 +11,15 @@ import queue
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from xxhash import xxh3_64
 
 from kvstore.core.blocks import HASH_BYTES
+from kvstore.engine.pages import Bytes, Pages
 from kvstore.engine.plan import LoadReport, PlannedBlock
 from kvstore.tiers.dram import Arena, segment_seed
 
@@ -27,47 +28,6 @@ logger = logging.getLogger(__name__)
 _FOLLOW_POLL_S = 0.001
 _CORRUPT = "does not verify"
 _WAITING = "waiting"
-
-Bytes = npt.NDArray[np.uint8]
-
-
-class Pages(Protocol):
-    """One layer's KV in the engine, in pages; a `piece` is a page's bytes in the arena."""
-
-    def save(self, page: int, piece: Bytes) -> None: ...
-
-    def load(self, page: int, piece: Bytes) -> Bytes:
-        """Returns the bytes to verify: the engine's copy where the host can read it, else those that were copied."""
-        ...
-
-
-class HostPages:
-    """Engine memory of a CPU: bytes are copied, nothing else."""
-
-    def __init__(self, pages: torch.Tensor) -> None:
-        self._pages: Bytes = pages.numpy()
-
-    def save(self, page: int, piece: Bytes) -> None:
-        piece[:] = self._pages[page]
-
-    def load(self, page: int, piece: Bytes) -> Bytes:
-        copy: Bytes = self._pages[page]
-        copy[:] = piece
-        return copy
-
-
-class DevicePages:
-    """Memory of a device."""
-
-    def __init__(self, pages: torch.Tensor) -> None:
-        self._pages = pages
-
-    def save(self, page: int, piece: Bytes) -> None:
-        torch.from_numpy(piece).copy_(self._pages[page])
-
-    def load(self, page: int, piece: Bytes) -> Bytes:
-        self._pages[page].copy_(torch.from_numpy(piece))
-        return piece
 
 
 class Shard:
@@ -206,9 +166,16 @@ class Loader:
                 except Exception as error:  # the thread's edge: a request without report hangs for ever
                     logger.exception("request %s: loading broke", load.job.engine_request)
                     load.fail(f"could not be loaded: {error}")
+                    self._settle()
             for load in [load for load in active if load.ended]:
                 active.remove(load)
                 self._report(load)
+
+    def _settle(self) -> None:
+        """Nothing is written into pages that vLLM will give to others."""
+        for pages in self._layers:
+            with suppress(Exception):
+                pages.settle()
 
     def _advance(self, load: _Active) -> None:
         """Copies all segments that are ready; past the deadline, or when the writer gave up, the rest fails."""
@@ -237,6 +204,7 @@ class Loader:
         for offset in copied:
             if not self._copy(load.job, first + offset, layer, sums[offset]):
                 told[offset] = f"{self._shard.named(layer)} {_CORRUPT}"
+        self._layers[layer].settle()
         if self._verify and copied:
             again = (arena.segment_epoch[slots, segment] == epochs) & (arena.epoch[slots] == epochs)
             for offset in copied:

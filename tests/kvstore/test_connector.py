@@ -4,7 +4,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from kvstore.core.blocks import BlockHash, KVLayout, RequestId
 from kvstore.engine.connector import LoadReports, PageSave, StepMetadata, _Scheduler, _Worker
 from kvstore.engine.loading import LoadJob
+from kvstore.engine.pages import Bytes, HostPages, Wait
 from kvstore.engine.plan import KVPlan, LoadReport, PlannedBlock
 from kvstore.tiers.dram import Arena, ArenaShape
 
@@ -851,3 +852,110 @@ def test_plans_and_reports_survive_the_journey() -> None:
     assert LoadReport.from_params(report.to_params()) == report
     assert LoadReport.from_params(plan.to_params()) is None
     assert LoadReport.from_params(None) is None
+
+
+# -- engines whose pages lie on a device: copies go on while the engine does -----------------------------------------
+
+
+class SlowPages:
+    """As a device's: `save` and `load` only begin to copy; the copies are made when they are waited for."""
+
+    def __init__(self, pages: torch.Tensor) -> None:
+        self.host = HostPages(pages)
+        self.copied = threading.Event()
+        self.loads: list[tuple[int, Bytes]] = []
+        self.settled = 0
+
+    def save(self, moves: Sequence[tuple[int, Bytes]]) -> Wait | None:
+        def wait() -> None:
+            assert self.copied.wait(SOON_S)
+            self.host.save(moves)
+
+        return wait
+
+    def load(self, page: int, piece: Bytes) -> Bytes:
+        self.loads.append((page, piece))
+        return piece
+
+    def settle(self) -> None:
+        self.settled += 1
+        for page, piece in self.loads:
+            self.host.load(page, piece)
+        self.loads.clear()
+
+
+def slow_pages(one: Engine) -> list[SlowPages]:
+    slow = [
+        SlowPages(tensor.view(ENGINE_PAGES, -1).view(torch.uint8)) for _, tensor in sorted(one.kv.items())
+    ]
+    one.worker._layers[:] = slow
+    return slow
+
+
+def test_a_segment_is_sealed_after_its_copy_has_ended_and_the_step_ends_after_that() -> None:
+    layout = layout_of()
+    plan, values = plan_of(layout, 8), numbers(8)
+    with pool(layout) as arena, engine(arena) as writer, engine(arena) as reader:
+        begun(arena, plan.save)
+        slow = slow_pages(writer)
+        prefilling = threading.Thread(target=prefilled, args=(writer, plan, values, 8))
+        prefilling.start()
+        prefilling.join(0.2)
+        assert prefilling.is_alive(), (
+            "the step ended, and its pages may be written, while they are being copied"
+        )
+        assert not arena.segment_epoch[[block.slot for block in plan.save]].any(), (
+            "sealed before it was there"
+        )
+        for pages in slow:
+            pages.copied.set()
+        prefilling.join(SOON_S)
+        assert all(arena.complete(block.slot, block.epoch) for block in plan.save)
+        job = job_of(replace(plan, load=plan.save, load_tokens=8, save=()), layout)
+        reader.load(job)
+        assert torch.equal(reader.read(list(job.pages), 8), values)
+
+
+def test_a_copy_that_fails_is_not_sealed_and_ends_the_step_all_the_same() -> None:
+    layout = layout_of()
+    plan, values = plan_of(layout, 8), numbers(8)
+    with pool(layout) as arena, engine(arena) as writer:
+        begun(arena, plan.save)
+        slow = slow_pages(writer)
+        slow[0].host.save = lambda moves: 1 / 0  # type: ignore[assignment, method-assign]
+        for pages in slow:
+            pages.copied.set()
+        prefilled(writer, plan, values, 8)
+        for block in plan.save:
+            assert not arena.segment_epoch[block.slot, 0]
+            assert arena.segment_epoch[block.slot, 1] == block.epoch
+
+
+@pytest.mark.parametrize("fault", ["none", "reused", "breaks"])
+def test_a_load_is_reported_when_its_bytes_are_in_the_engine(fault: str) -> None:
+    """A slot that is used anew between the checksum and the end of the copy may have given its new bytes."""
+    layout = layout_of()
+    plan, values = plan_of(layout, 8), numbers(8)
+    with pool(layout) as arena, engine(arena) as writer, engine(arena) as reader:
+        begun(arena, plan.save)
+        prefilled(writer, plan, values)
+        slow = slow_pages(reader)
+        if fault == "reused":
+            first = plan.save[0]
+            settle = slow[0].settle
+
+            def used_anew() -> None:
+                arena.begin(first.slot, first.epoch + 1, first.hash)
+                arena.payload[first.slot] ^= 1
+                settle()
+
+            slow[0].settle = used_anew  # type: ignore[method-assign]
+        if fault == "breaks":
+            slow[0].settle = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+        job = job_of(replace(plan, load=plan.save, load_tokens=8, save=()), layout)
+        reader.load(job)
+        failed = {"none": 0, "reused": 1, "breaks": 2}[fault]
+        assert reader.reports["r"].failed_blocks == failed
+        assert all(not pages.loads for pages in slow[1:]), "reported while copies go on"
+        if fault == "none":
+            assert torch.equal(reader.read(list(job.pages), 8), values)
