@@ -8,7 +8,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help venv demo serve test test-faults check bench protos lock clean
+.PHONY: help venv demo serve test test-faults test-gpu check bench protos lock clean
 
 PYTHON ?= $(shell command -v python3.11 || echo python3)
 TORCH_INDEX ?=
@@ -34,6 +34,9 @@ test: .venv/dev  ## run the whole test suite
 
 test-faults: .venv/dev  ## the fault tests with their full counts (minutes)
 	@MOONPOOL_FAULTS=full $(PY) -m pytest tests/faults tests/integration/test_tensor_parallel.py --timeout 3600
+
+test-gpu: .venv/dev  ## what needs an NVIDIA GPU; skips with a reason where there is none
+	@$(PY) -m pytest tests/gpu
 
 check: .venv/dev  ## linters, formatting, types, import contracts
 	@$(PY) -m ruff check .

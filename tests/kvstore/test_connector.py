@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -884,6 +885,10 @@ class SlowPages:
         self.loads.clear()
 
 
+def gone(*_: object) -> Any:
+    raise RuntimeError("the device is gone")
+
+
 def slow_pages(one: Engine) -> list[SlowPages]:
     slow = [
         SlowPages(tensor.view(ENGINE_PAGES, -1).view(torch.uint8)) for _, tensor in sorted(one.kv.items())
@@ -922,7 +927,7 @@ def test_a_copy_that_fails_is_not_sealed_and_ends_the_step_all_the_same() -> Non
     with pool(layout) as arena, engine(arena) as writer:
         begun(arena, plan.save)
         slow = slow_pages(writer)
-        slow[0].host.save = lambda moves: 1 / 0  # type: ignore[assignment, method-assign]
+        slow[0].host.save = gone  # type: ignore[method-assign]
         for pages in slow:
             pages.copied.set()
         prefilled(writer, plan, values, 8)
@@ -951,7 +956,7 @@ def test_a_load_is_reported_when_its_bytes_are_in_the_engine(fault: str) -> None
 
             slow[0].settle = used_anew  # type: ignore[method-assign]
         if fault == "breaks":
-            slow[0].settle = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+            slow[0].settle = gone  # type: ignore[method-assign]
         job = job_of(replace(plan, load=plan.save, load_tokens=8, save=()), layout)
         reader.load(job)
         failed = {"none": 0, "reused": 1, "breaks": 2}[fault]
