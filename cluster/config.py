@@ -93,6 +93,9 @@ class PoolConfig(_Part):
 
     block_tokens: int = Field(32, ge=1, description="tokens of a block; a multiple of engine.page_tokens")
     dram_bytes: int = Field(1024 * MiB, ge=MiB, description="size of the shared-memory arena")
+    arena_dir: Path = Field(
+        Path("/dev/shm"), description="folder of the arena: a tmpfs, or a mounted hugetlbfs for huge pages"
+    )
     ssd_dir: Path | None = Field(
         None, description="folder of the SSD tier, one below it a node; none: no such tier"
     )

@@ -23,6 +23,7 @@ def families(status: pb.NodeStatus) -> Iterable[Metric]:
     block_bytes, ssd_block_bytes = status.block_bytes, status.ssd_block_bytes
     slots = {"free": status.free, "committed": status.committed, "writing": status.filling + status.draining}
     yield _gauge("slots", "Slots of the arena", ("state",), {(state,): n for state, n in slots.items()})
+    yield _gauge("page_bytes", "Size of the arena's memory pages", (), {(): status.page_bytes})
     yield _gauge("leased_slots", "Slots that readers hold", (), {(): status.leased})
     yield _gauge(
         "bytes",

@@ -60,7 +60,7 @@ _GIVEN_UP_MAX = 10_000
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
-    """`arena_dir` is where the arena file goes (a tmpfs), `dram_bytes` its size, `address` what gRPC listens on.
+    """`arena_dir` is where the arena file goes (a tmpfs or hugetlbfs), `dram_bytes` its size, `address` what gRPC listens on.
 
     `ssd_dir` is the folder of the SSD tier, which may take `ssd_bytes`; None is no such tier. `ssd_admission` and
     `eviction` are names in `kvstore.core`; admissions within a budget write `ssd_write_bytes_per_s`. `codec` is how blocks
@@ -672,6 +672,7 @@ class KVNode(KVNodeServicer):
                 status.ssd_block_bytes = self._tiering.ssd.file_bytes
                 status.ssd_codec = self._config.codec
             status.block_bytes = self._arena.shape.layout.block_bytes
+            status.page_bytes = self._arena.page_bytes
         if self._neighbours is not None:
             status.rejected_segments = self._neighbours.rejected_segments
             status.neighbours.extend(one.message() for one in self._neighbours.known.values())

@@ -254,6 +254,7 @@ class LocalCluster:
                 NodeId(name),
                 self._address(name),
                 pool.dram_bytes,
+                arena_dir=pool.arena_dir,
                 ssd_dir=pool.ssd_dir.resolve() / name if pool.ssd_dir is not None else None,
                 ssd_bytes=pool.ssd_bytes,
                 ssd_admission=pool.ssd_admission,
@@ -409,7 +410,7 @@ class LocalCluster:
         for process in alive:
             process.kill()
         psutil.wait_procs(alive, timeout=_KILL_S)
-        _remove_shared_memory(set(self._seen))
+        _remove_shared_memory(set(self._seen), self.config.pool.arena_dir)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -487,10 +488,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def _remove_shared_memory(pids: set[int]) -> None:
-    """What killed processes of ours left in /dev/shm: OpenMP's registration, and an arena."""
+def _remove_shared_memory(pids: set[int], arena_dir: Path) -> None:
+    """What killed processes of ours left: OpenMP's registration, and an arena."""
     for pid in pids:
-        for path in (*_SHM.glob(f"__KMP_REGISTERED_LIB_{pid}_*"), *_SHM.glob(f"moonpool-*-{pid}")):
+        for path in (*_SHM.glob(f"__KMP_REGISTERED_LIB_{pid}_*"), *arena_dir.glob(f"moonpool-*-{pid}")):
             path.unlink(missing_ok=True)
 
 

@@ -19,7 +19,7 @@ def inspect(name: str, address: str, tier: str) -> str:
     block_mib = status.block_bytes / _MIB
     return "\n".join(
         [
-            f"{name}: blocks of {block_mib:.2f} MiB",
+            f"{name}: blocks of {block_mib:.2f} MiB in memory pages of {status.page_bytes >> 10} KiB",
             (
                 f"  dram  {status.committed} of {status.slots} slots hold blocks ({status.committed * block_mib:.0f} MiB), "
                 f"{status.leased} are leased, {status.filling + status.draining} are being written; "

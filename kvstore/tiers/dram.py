@@ -116,8 +116,9 @@ class Arena:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.posix_fallocate(descriptor, 0, shape.file_bytes)
-            memory = mmap.mmap(descriptor, shape.file_bytes)
+            size = _in_pages(shape.file_bytes, descriptor)
+            os.posix_fallocate(descriptor, 0, size)
+            memory = mmap.mmap(descriptor, size)
         except OSError as error:
             path.unlink()
             raise OSError(
@@ -135,7 +136,7 @@ class Arena:
         descriptor = os.open(path, os.O_RDWR)
         try:
             size = os.fstat(descriptor).st_size
-            if size != shape.file_bytes:
+            if size != _in_pages(shape.file_bytes, descriptor):
                 raise ValueError(f"arena {path} is {size} bytes, its shape says {shape.file_bytes}")
             return cls(path, shape, mmap.mmap(descriptor, size))
         finally:
@@ -152,6 +153,11 @@ class Arena:
     def unlink(self) -> None:
         """Removes the name; mappings stay valid until their processes end."""
         self.path.unlink(missing_ok=True)
+
+    @property
+    def page_bytes(self) -> int:
+        """Of the memory's pages: 2 MiB or more where the folder is a mounted hugetlbfs."""
+        return os.statvfs(self.path).f_bsize
 
     # -- the node's words -----------------------------------------------------------------------------------
 
@@ -234,6 +240,12 @@ class Arena:
             self.verify(slot, segment, epoch, name, self.payload[slot, segment])
             for segment in range(self.shape.layout.segments)
         )
+
+
+def _in_pages(size: int, descriptor: int) -> int:
+    """What the file must have: whole pages in a hugetlbfs, no more than it needs elsewhere."""
+    page = os.fstatvfs(descriptor).f_bsize
+    return -(-size // page) * page if page > mmap.PAGESIZE else size
 
 
 def segment_sum(payload: npt.NDArray[np.uint8], name: BlockHash, segment: int) -> int:

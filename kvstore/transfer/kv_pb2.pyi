@@ -860,6 +860,7 @@ class NodeStatus(_message.Message):
     SSD_READ_BYTES_FIELD_NUMBER: _builtins.int
     SSD_FULL_FIELD_NUMBER: _builtins.int
     SSD_FAILED_FIELD_NUMBER: _builtins.int
+    PAGE_BYTES_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     slots: _builtins.int
     free: _builtins.int
@@ -905,6 +906,8 @@ class NodeStatus(_message.Message):
     """writes that found no room on the disk"""
     ssd_failed: _builtins.int
     """writes that the disk failed"""
+    page_bytes: _builtins.int
+    """of the arena's memory"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -944,10 +947,11 @@ class NodeStatus(_message.Message):
         ssd_read_bytes: _builtins.int = ...,
         ssd_full: _builtins.int = ...,
         ssd_failed: _builtins.int = ...,
+        page_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_blocks", b"asked_blocks", "block_bytes", b"block_bytes", "committed", b"committed", "corrupt", b"corrupt", "draining", b"draining", "dropped", b"dropped", "evictions", b"evictions", "fetch_failed_blocks", b"fetch_failed_blocks", "fetched_peer_blocks", b"fetched_peer_blocks", "fetched_ssd_blocks", b"fetched_ssd_blocks", "filling", b"filling", "followed_blocks", b"followed_blocks", "free", b"free", "hit_dram_blocks", b"hit_dram_blocks", "leased", b"leased", "leases", b"leases", "leases_expired", b"leases_expired", "neighbours", b"neighbours", "node_id", b"node_id", "rejected_segments", b"rejected_segments", "slots", b"slots", "ssd_block_bytes", b"ssd_block_bytes", "ssd_blocks", b"ssd_blocks", "ssd_codec", b"ssd_codec", "ssd_corrupt", b"ssd_corrupt", "ssd_evictions", b"ssd_evictions", "ssd_failed", b"ssd_failed", "ssd_full", b"ssd_full", "ssd_read_bytes", b"ssd_read_bytes", "ssd_refused", b"ssd_refused", "ssd_written_bytes", b"ssd_written_bytes", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_blocks", b"asked_blocks", "block_bytes", b"block_bytes", "committed", b"committed", "corrupt", b"corrupt", "draining", b"draining", "dropped", b"dropped", "evictions", b"evictions", "fetch_failed_blocks", b"fetch_failed_blocks", "fetched_peer_blocks", b"fetched_peer_blocks", "fetched_ssd_blocks", b"fetched_ssd_blocks", "filling", b"filling", "followed_blocks", b"followed_blocks", "free", b"free", "hit_dram_blocks", b"hit_dram_blocks", "leased", b"leased", "leases", b"leases", "leases_expired", b"leases_expired", "neighbours", b"neighbours", "node_id", b"node_id", "page_bytes", b"page_bytes", "rejected_segments", b"rejected_segments", "slots", b"slots", "ssd_block_bytes", b"ssd_block_bytes", "ssd_blocks", b"ssd_blocks", "ssd_codec", b"ssd_codec", "ssd_corrupt", b"ssd_corrupt", "ssd_evictions", b"ssd_evictions", "ssd_failed", b"ssd_failed", "ssd_full", b"ssd_full", "ssd_read_bytes", b"ssd_read_bytes", "ssd_refused", b"ssd_refused", "ssd_written_bytes", b"ssd_written_bytes", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -885,7 +885,7 @@ class SlowPages:
         self.loads.clear()
 
 
-def gone(*_: object) -> Any:
+def gone(*_: Any, **__: Any) -> Any:
     raise RuntimeError("the device is gone")
 
 

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -233,3 +234,30 @@ def test_the_arena_tells_how_a_prompt_was_written(arena: Arena) -> None:
     assert writing.last_sealed_at == arena.segment_at[2, LAYOUT.layers - 1]
     assert writing.early_bytes == (2 * LAYOUT.layers - 1) * LAYOUT.segment_bytes
     assert arena.writing([]) == Writing(last_sealed_at=0.0, early_bytes=0)
+
+
+def huge_pages() -> Path:
+    """A mounted hugetlbfs that this user may write to, where the machine has free huge pages."""
+    memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    for mount in psutil.disk_partitions(all=True):
+        if mount.fstype == "hugetlbfs" and os.access(mount.mountpoint, os.W_OK):
+            if int(memory.get("HugePages_Free", "0")) >= 2:
+                return Path(mount.mountpoint)
+            pytest.skip("this machine has no two free huge pages")
+    pytest.skip("no hugetlbfs is mounted here")
+
+
+def test_an_arena_lies_in_huge_pages_where_its_folder_is_a_hugetlbfs() -> None:
+    path, shape = huge_pages() / f"moonpool-test-{os.getpid()}", ArenaShape(LAYOUT, 3)
+    arena = Arena.create(path, shape)
+    assert arena.page_bytes >= 2**21
+    assert path.stat().st_size == arena.page_bytes
+    other = Arena.attach(arena.path, shape)
+    arena.begin(1, 7, NAME)
+    arena.payload[1] = 5
+    arena.seal(1, 0, 7, NAME)
+    assert other.verify(1, 0, 7, NAME, other.payload[1, 0])
+    arena.unlink()
+    with pytest.raises(OSError, match="for the KV arena"):
+        Arena.create(path, ArenaShape(LAYOUT, 2**40 // LAYOUT.block_bytes))
+    assert not path.exists()
