@@ -137,6 +137,7 @@ class KVNode(KVNodeServicer):
         self._lives: dict[WorkerId, _Life] = {}  # the present life of each worker
         self._watched: dict[int, _Life] = {}  # by pidfd; former lives too, while a process of theirs lives
         self._lives_started = 0
+        self._attached: set[str] = set()  # every worker that ever has
         self._given_up: OrderedDict[RequestId, None] = (
             OrderedDict()
         )  # the latest; each attempt has its own name
@@ -334,6 +335,7 @@ class KVNode(KVNodeServicer):
                     f"worker {worker} is here already, in processes {sorted(life.watched.values())}",
                 )
             self._lives_started += 1
+            self._attached.add(worker)
             life = self._lives[worker] = _Life(worker, WorkerId(f"{worker}#{self._lives_started}"))
         life.attached.update(self._watch(life, opened))
 
@@ -389,6 +391,15 @@ class KVNode(KVNodeServicer):
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION, f"worker {worker} has not attached, or is gone"
             )
+        return life
+
+    async def _reader(self, name: str, context: Context) -> _Life | None:
+        """The present life of a worker; None for a reader that never attached. Of one that is gone nobody would ever
+        take back a lease: what it asked for before it ended may arrive after that.
+        """
+        life = self._lives.get(WorkerId(name))
+        if life is None and name in self._attached:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"worker {name} is gone")
         return life
 
     def _holder(self, name: str) -> WorkerId:
@@ -477,6 +488,7 @@ class KVNode(KVNodeServicer):
 
     async def Lease(self, request: pb.LeaseRequest, context: Context) -> pb.SlotList:
         pool, _ = await self._ready(context)
+        life = await self._reader(request.holder, context)
         key = (RequestId(request.request_id), self._holder(request.holder))
         until_s = await self._until_s(request.lease_s, context)
         if request.slots and request.sources:
@@ -487,6 +499,10 @@ class KVNode(KVNodeServicer):
             names = await self._names(request.hashes, context)
             here = pool.match(names)
             await self._fetch(names, await self._peer(request.sources, context), request.fetch_s)
+            if await self._reader(request.holder, context) is not life:
+                await context.abort(
+                    grpc.StatusCode.FAILED_PRECONDITION, f"worker {request.holder} was restarted meanwhile"
+                )
             found = pool.acquire(*key, names, until_s)
             self._note_asked(names, here)
         if isinstance(found, NoRoom):

@@ -4,6 +4,7 @@ import asyncio
 import math
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -513,6 +514,42 @@ async def test_a_killed_worker_that_had_nothing_left_to_write_leaves_nothing(nod
         await node.lease("a", hashes=chain(2))
         node.clock.now_s += LEASE_S
         await node.until(leases=0)
+
+
+async def test_what_a_worker_asked_for_before_it_ended_is_not_leased_after_that(
+    node: Running, tmp_path: Path
+) -> None:
+    """Nobody would take such a lease back: on its way, or waiting for another node, when its worker was killed."""
+    path = str(tmp_path / "mute")
+    hangs: dict[str, Any] = {"sources": [pb.Node(node_id="other", address=f"unix:{path}")], "fetch_s": 1.0}
+    with process() as victim, process() as next_one, socket.socket(socket.AF_UNIX) as mute:
+        mute.bind(path)
+        mute.listen()
+        stored = await node.store(await node.attach(WORKER), "old", chain(2))
+        await node.attach(READER, victim.pid)
+        asking = [asyncio.create_task(node.lease(name, hashes=chain(3), **hangs)) for name in "ab"]
+        await asyncio.sleep(0.2)
+        victim.kill()
+        await node.until(workers=[WORKER])
+        with refused(PRECONDITION, f"worker {READER} is gone"):
+            await asking[0]
+        with refused(PRECONDITION, f"worker {READER} is gone"):
+            await asking[1]
+        more: list[dict[str, Any]] = [{"hashes": chain(2)}, {"slots": stored}]
+        for what in more:
+            with refused(PRECONDITION, f"worker {READER} is gone"):
+                await node.lease("c", **what)
+        await node.attach(READER, next_one.pid)
+        late = asyncio.create_task(node.lease("d", hashes=chain(3), **hangs))
+        await asyncio.sleep(0.2)
+        next_one.kill()
+        await node.until(workers=[WORKER])
+        await node.attach(READER)
+        with refused(PRECONDITION, "was restarted meanwhile"):
+            await late
+        await node.until(leases=0, leased=0)
+        assert len(await node.lease("e", hashes=chain(2))) == 2, "the new one is served"
+        await node.release("e", READER)
 
 
 # -- events ---------------------------------------------------------------------------------------------------------

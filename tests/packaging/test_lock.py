@@ -1,3 +1,4 @@
+import json
 import tomllib
 from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
@@ -8,7 +9,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from scripts.lock import ABSENT, closure, needs
+from scripts.lock import ABSENT, closure, needs, reported
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -86,3 +87,29 @@ def test_no_installed_package_claims_one_of_our_names() -> None:
     owners = packages_distributions()
     for name in ("cluster", "kvstore", "prefill_worker", "decode_worker"):
         assert set(owners.get(name, [])) <= {"moonpool"}
+
+
+GPU = pins("gpu.txt")
+
+
+def test_the_gpu_lock_satisfies_the_project_and_its_gpu_extra() -> None:
+    assert unsatisfied(PROJECT["dependencies"] + EXTRAS["gpu"], GPU) == []
+
+
+@pytest.mark.parametrize("name", sorted(name for name in GPU if RUNTIME.get(name) == GPU[name]))
+def test_what_both_locks_have_finds_its_needs_in_the_gpu_lock(name: str) -> None:
+    assert unsatisfied(distribution(name).requires or [], GPU) == []
+
+
+def test_a_report_for_something_else_is_refused(tmp_path: Path) -> None:
+    def report(**versions: str) -> Path:
+        items = [{"metadata": {"name": name, "version": version}} for name, version in versions.items()]
+        path = tmp_path / "report.json"
+        path.write_text(json.dumps({"install": items}))
+        return path
+
+    assert reported(report(moonpool="0.1", Torch_X="2.0")) == {"torch-x": Version("2.0")}
+    with pytest.raises(ValueError, match=r"builds that the package index does not: torch 2\.13\.0\+cpu"):
+        reported(report(moonpool="0.1", torch="2.13.0+cpu"))
+    with pytest.raises(ValueError, match="not about moonpool"):
+        reported(report(torch="2.13.0"))
