@@ -144,8 +144,11 @@ KV_SHARE_MAX = 0.95
 """Of a decode worker's KV that is promised: answers may be longer than expected."""
 
 
-def shortest_first(compute_s: float, arrived_s: float, *, ageing: float = 0.02) -> float:
-    """Least to compute first; a second of waiting is worth `ageing` seconds of it, so that nobody waits for ever."""
+def shortest_first(compute_s: float, arrived_s: float, *, ageing: float = 0.5) -> float:
+    """Least to compute first; a second of waiting is worth `ageing` seconds of it, so that nobody waits for ever.
+
+    Too little ageing serves the short ones only, and long prompts that many others begin with are never cached.
+    """
     return compute_s + ageing * arrived_s
 
 
