@@ -80,8 +80,10 @@ def judge(view: View, request: Arrive, ranked: Sequence[Candidate]) -> Admit | R
     return _retry(view, request, seconds, limit.term, explanation)
 
 
-def line(view: View, request: Arrive, ahead_s: float, best: Candidate) -> RetryAfter | Reject | None:
-    """Whether a request may stand in the line: refused where it would miss its SLO with `ahead_s` of it to wait.
+def line(
+    view: View, request: Arrive, ahead_s: float, wait_s_max: float, best: Candidate
+) -> RetryAfter | Reject | None:
+    """Whether a request may stand in the line: refused where it would wait `ahead_s`, and may only `wait_s_max`.
 
     `best` is what it would cost on an idle cluster.
     """
@@ -90,20 +92,20 @@ def line(view: View, request: Arrive, ahead_s: float, best: Candidate) -> RetryA
     if alone is not None:
         why = Explanation(policy=view.config.policy, candidates=(best,), limit=alone)
         return _reject(request, f"{alone.term} would be missed on an idle cluster too", why)
-    expected_s = ahead_s + best.cost.ttft_s
-    if slo.ttft_s is None or expected_s <= slo.ttft_s:
+    if ahead_s <= wait_s_max:
         return None
-    limit = Limit(term="ttft_s", predicted=expected_s, allowed=slo.ttft_s)
-    why = Explanation(policy=view.config.policy, candidates=(best,), limit=limit)
-    return _retry(view, request, expected_s - slo.ttft_s, limit.term, why)
+    why = Explanation(policy=view.config.policy, candidates=(best,), limit=_waits(ahead_s, wait_s_max))
+    return _retry(view, request, ahead_s - wait_s_max, "queue_s", why)
 
 
 def waited(view: View, request: Arrive, waited_s: float) -> RetryAfter:
-    """A request has waited for so long that it would miss its SLO on an idle cluster too. Shorter ones went first."""
-    assert request.slo.ttft_s is not None, "nothing to miss"
-    limit = Limit(term="ttft_s", predicted=waited_s, allowed=request.slo.ttft_s)
-    why = Explanation(policy=view.config.policy, limit=limit)
-    return _retry(view, request, waited_s, limit.term, why)
+    """A request has waited as long as it may. Shorter ones went first."""
+    why = Explanation(policy=view.config.policy, limit=_waits(waited_s, waited_s))
+    return _retry(view, request, waited_s, "queue_s", why)
+
+
+def _waits(predicted_s: float, allowed_s: float) -> Limit:
+    return Limit(term="queue_s", predicted=predicted_s, allowed=allowed_s)
 
 
 def _asked_now(slo: Slo, overload: Overload) -> Slo:

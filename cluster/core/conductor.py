@@ -10,7 +10,7 @@ Rules.
 - The conductor decides, the gateway owns: an `Abort` says that an attempt is over, what follows is a fresh `Arrive`.
 
 A policy with an order binds late: requests wait in one line, smallest first, until a way is free for one of them, or
-until their SLO could not be kept any more on an idle cluster; then the answer comes with a later event. The first few of
+until they have waited as long as the policy lets them; then the answer comes with a later event. The first few of
 the line are tried, so that one that fits nowhere now holds up nobody.
 
 A placement's life.  Its prefill counts in the prefill worker's queue until `PrefillFinished`; its KV counts in the
@@ -97,7 +97,7 @@ class Flight:
 
 @dataclass(slots=True, kw_only=True)
 class Waiting:
-    """A request in the line: its place there, what it would take on an idle cluster, when it is too late for it.
+    """A request in the line: its place there, what it would take on an idle cluster, until when it may wait.
 
     `cached` of its first blocks are somewhere in the pool; the next one is the first that has to be computed.
     """
@@ -258,7 +258,7 @@ class Conductor:
         computing = [*view.prefill, *view.decode] if self._policy.at_decode else list(view.prefill)
         ahead_s = sum(self._waiting[request].compute_s for _, request in ahead)
         ahead_s += sum(worker.queue_s(self._now_s) for worker in computing)
-        refusal = line(view, event, ahead_s / len(computing), best)
+        refusal = line(view, event, ahead_s / len(computing), waiting.too_late_s - self._now_s, best)
         if refusal is not None:
             self._doubt(refusal.explanation)
             return refusal
@@ -276,7 +276,9 @@ class Conductor:
             arrived_s=arrived_s,
             key=(self._policy.order(compute_s, arrived_s), event.request),
             compute_s=compute_s,
-            too_late_s=arrived_s + limit_s - best.cost.ttft_s if limit_s is not None else float("inf"),
+            too_late_s=arrived_s + self._policy.wait_s(max(0.0, limit_s - best.cost.ttft_s))
+            if limit_s is not None
+            else float("inf"),
             cached=max((held.blocks for held in view.held.values()), default=0),
         )
         return waiting, best
@@ -353,7 +355,7 @@ class Conductor:
         return waiting
 
     def _given_up(self) -> list[Command]:
-        """Who waited until even an idle cluster would be too late."""
+        """Who has waited as long as the policy lets them."""
         commands: list[Command] = []
         while self._too_late and self._too_late[0][0] <= self._now_s:
             too_late_s, request = heappop(self._too_late)

@@ -237,15 +237,20 @@ def test_ageing_lets_the_long_one_pass_in_the_end() -> None:
     assert list(finish_prefill(made, "r0", 11)) == ["long"]
 
 
-def test_who_would_miss_its_limit_behind_the_line_is_told_at_once_and_who_waited_too_long_then() -> None:
-    made = cluster("moonpool", prefill=1, decode=1, options=(("elastic", 0.0), ("depth", 1.0)))
-    place(made, arrive("r0", 60))  # more than ten seconds
-    assert isinstance(answer(made, arrive("hasty", 10, Slo(ttft_s=6.0))), RetryAfter)
+def test_who_may_not_wait_for_so_long_is_told_at_once_and_who_has_waited_too_long_then() -> None:
+    """Ten blocks take about 2 s alone, sixty 12 s; of what the limit leaves beside that half may be waited."""
+    options = (("elastic", 0.0), ("depth", 1.0), ("patience", 0.5))
+    made = cluster("moonpool", prefill=1, decode=1, options=options)
+    place(made, arrive("r0", 60))
+    hasty = answer(made, arrive("hasty", 10, Slo(ttft_s=12.0)))
+    assert isinstance(hasty, RetryAfter)
+    assert hasty.reason == "queue_s"
     assert isinstance(answer(made, arrive("never", 60, Slo(ttft_s=6.0))), Reject)
-    assert answers(made.handle(arrive("patient", 10, Slo(ttft_s=12.0)), 0)) == {}
+    assert answers(made.handle(arrive("patient", 10, Slo(ttft_s=30.0)), 0)) == {}
     made.handle(PrefillStarted(request=RequestId("r0"), attempt=1), 0)
-    [refused] = answers(made.handle(Timer(at_s=10.5), 10.5)).values()
-    assert (refused.request, refused.reason) == ("patient", "ttft_s")
+    assert answers(made.handle(Timer(at_s=13.5), 13.5)) == {}
+    [refused] = answers(made.handle(Timer(at_s=14.5), 14.5)).values()
+    assert (refused.request, refused.reason) == ("patient", "queue_s")
     made.check()
 
 
