@@ -120,6 +120,12 @@ class PoolConfig(_Part):
         True, description="answers' KV goes to the pool too, for the conversation's next turn"
     )
     transfer: TransferConfig = TransferConfig()
+    metrics_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="Prometheus finds the first node's metrics there, on gateway.host, the next node's one port above; 0: none",
+    )
     verify: bool = Field(True, description="readers check epoch, name and checksum (off only in tests)")
 
     @model_validator(mode="after")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvstore.transfer import kv_pb2 as kvstore_dot_transfer_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64\x65\x63ode_worker/decode.proto\x12\x0fmoonpool.decode\x1a\x19kvstore/transfer/kv.proto\"\xb4\x02\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x17\n\x0fsampling_params\x18\x03 \x01(\x0c\x12 \n\x05slots\x18\x04 \x03(\x0b\x32\x11.moonpool.kv.Slot\x12\x0e\n\x06hashes\x18\x05 \x03(\x0c\x12\x16\n\x0eload_timeout_s\x18\x06 \x01(\x01\x12\x1c\n\x0freasoning_ended\x18\x07 \x01(\x08H\x00\x88\x01\x01\x12$\n\x1creasoning_parser_kwargs_json\x18\x08 \x01(\t\x12!\n\x06source\x18\t \x01(\x0b\x32\x11.moonpool.kv.Node\x12\x10\n\x08has_tail\x18\n \x01(\x08\x12\x0c\n\x04root\x18\x0b \x01(\x0c\x42\x12\n\x10_reasoning_ended\"F\n\x0b\x44\x65\x63odeReply\x12\x0e\n\x06output\x18\x01 \x01(\x0c\x12\'\n\x06loaded\x18\x02 \x01(\x0b\x32\x17.moonpool.decode.Loaded\"\x99\x01\n\x06Loaded\x12\x17\n\x0f\x65xternal_tokens\x18\x01 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\r\x12\x10\n\x08kv_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06load_s\x18\x04 \x01(\x01\x12\x13\n\x0bresident_at\x18\x05 \x01(\x01\x12\x15\n\rfailed_blocks\x18\x06 \x01(\r\x12\x0f\n\x07\x66\x61ilure\x18\x07 \x01(\t\"\x0f\n\rStatusRequest\"\"\n\x0bStatusReply\x12\x13\n\x0bstatus_json\x18\x01 \x01(\t2\xa0\x01\n\x0c\x44\x65\x63odeWorker\x12H\n\x06\x44\x65\x63ode\x12\x1e.moonpool.decode.DecodeRequest\x1a\x1c.moonpool.decode.DecodeReply0\x01\x12\x46\n\x06Status\x12\x1e.moonpool.decode.StatusRequest\x1a\x1c.moonpool.decode.StatusReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64\x65\x63ode_worker/decode.proto\x12\x0fmoonpool.decode\x1a\x19kvstore/transfer/kv.proto\"\xb5\x02\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x17\n\x0fsampling_params\x18\x03 \x01(\x0c\x12 \n\x05slots\x18\x04 \x03(\x0b\x32\x11.moonpool.kv.Slot\x12\x0e\n\x06hashes\x18\x05 \x03(\x0c\x12\x16\n\x0eload_timeout_s\x18\x06 \x01(\x01\x12\x1c\n\x0freasoning_ended\x18\x07 \x01(\x08H\x00\x88\x01\x01\x12$\n\x1creasoning_parser_kwargs_json\x18\x08 \x01(\t\x12\"\n\x07sources\x18\t \x03(\x0b\x32\x11.moonpool.kv.Node\x12\x10\n\x08has_tail\x18\n \x01(\x08\x12\x0c\n\x04root\x18\x0b \x01(\x0c\x42\x12\n\x10_reasoning_ended\"F\n\x0b\x44\x65\x63odeReply\x12\x0e\n\x06output\x18\x01 \x01(\x0c\x12\'\n\x06loaded\x18\x02 \x01(\x0b\x32\x17.moonpool.decode.Loaded\"\x99\x01\n\x06Loaded\x12\x17\n\x0f\x65xternal_tokens\x18\x01 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\r\x12\x10\n\x08kv_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06load_s\x18\x04 \x01(\x01\x12\x13\n\x0bresident_at\x18\x05 \x01(\x01\x12\x15\n\rfailed_blocks\x18\x06 \x01(\r\x12\x0f\n\x07\x66\x61ilure\x18\x07 \x01(\t\"\x0f\n\rStatusRequest\"\"\n\x0bStatusReply\x12\x13\n\x0bstatus_json\x18\x01 \x01(\t2\xa0\x01\n\x0c\x44\x65\x63odeWorker\x12H\n\x06\x44\x65\x63ode\x12\x1e.moonpool.decode.DecodeRequest\x1a\x1c.moonpool.decode.DecodeReply0\x01\x12\x46\n\x06Status\x12\x1e.moonpool.decode.StatusRequest\x1a\x1c.moonpool.decode.StatusReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,15 +33,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'decode_worker.decode_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DECODEREQUEST']._serialized_start=75
-  _globals['_DECODEREQUEST']._serialized_end=383
-  _globals['_DECODEREPLY']._serialized_start=385
-  _globals['_DECODEREPLY']._serialized_end=455
-  _globals['_LOADED']._serialized_start=458
-  _globals['_LOADED']._serialized_end=611
-  _globals['_STATUSREQUEST']._serialized_start=613
-  _globals['_STATUSREQUEST']._serialized_end=628
-  _globals['_STATUSREPLY']._serialized_start=630
-  _globals['_STATUSREPLY']._serialized_end=664
-  _globals['_DECODEWORKER']._serialized_start=667
-  _globals['_DECODEWORKER']._serialized_end=827
+  _globals['_DECODEREQUEST']._serialized_end=384
+  _globals['_DECODEREPLY']._serialized_start=386
+  _globals['_DECODEREPLY']._serialized_end=456
+  _globals['_LOADED']._serialized_start=459
+  _globals['_LOADED']._serialized_end=612
+  _globals['_STATUSREQUEST']._serialized_start=614
+  _globals['_STATUSREQUEST']._serialized_end=629
+  _globals['_STATUSREPLY']._serialized_start=631
+  _globals['_STATUSREPLY']._serialized_end=665
+  _globals['_DECODEWORKER']._serialized_start=668
+  _globals['_DECODEWORKER']._serialized_end=828
 # @@protoc_insertion_point(module_scope)

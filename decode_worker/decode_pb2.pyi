@@ -31,7 +31,7 @@ class DecodeRequest(_message.Message):
     LOAD_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     REASONING_ENDED_FIELD_NUMBER: _builtins.int
     REASONING_PARSER_KWARGS_JSON_FIELD_NUMBER: _builtins.int
-    SOURCE_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
     HAS_TAIL_FIELD_NUMBER: _builtins.int
     ROOT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -57,8 +57,8 @@ class DecodeRequest(_message.Message):
         """without slots: the prompt's blocks, to be leased from the node's committed ones"""
 
     @_builtins.property
-    def source(self) -> _kv_pb2.Node:
-        """the node of `slots`, or of blocks that `hashes` names; empty: this worker's"""
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[_kv_pb2.Node]:
+        """the node of `slots`, or nodes that may have what `hashes` names, the best first; none: this worker's"""
 
     def __init__(
         self,
@@ -71,13 +71,13 @@ class DecodeRequest(_message.Message):
         load_timeout_s: _builtins.float = ...,
         reasoning_ended: _builtins.bool | None = ...,
         reasoning_parser_kwargs_json: _builtins.str = ...,
-        source: _kv_pb2.Node | None = ...,
+        sources: _abc.Iterable[_kv_pb2.Node] | None = ...,
         has_tail: _builtins.bool = ...,
         root: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reasoning_ended", b"_reasoning_ended", "reasoning_ended", b"reasoning_ended", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reasoning_ended", b"_reasoning_ended", "reasoning_ended", b"reasoning_ended"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning_ended", b"_reasoning_ended", "has_tail", b"has_tail", "hashes", b"hashes", "load_timeout_s", b"load_timeout_s", "reasoning_ended", b"reasoning_ended", "reasoning_parser_kwargs_json", b"reasoning_parser_kwargs_json", "request_id", b"request_id", "root", b"root", "sampling_params", b"sampling_params", "slots", b"slots", "source", b"source", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning_ended", b"_reasoning_ended", "has_tail", b"has_tail", "hashes", b"hashes", "load_timeout_s", b"load_timeout_s", "reasoning_ended", b"reasoning_ended", "reasoning_parser_kwargs_json", b"reasoning_parser_kwargs_json", "request_id", b"request_id", "root", b"root", "sampling_params", b"sampling_params", "slots", b"slots", "sources", b"sources", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reasoning_ended: _TypeAlias = _typing.Literal["reasoning_ended"]  # noqa: Y015
     _WhichOneofArgType__reasoning_ended: _TypeAlias = _typing.Literal["_reasoning_ended", b"_reasoning_ended"]  # noqa: Y015

@@ -117,7 +117,7 @@ class DecodeWorker(DecodeWorkerServicer):
             slots=request.slots,
             hashes=request.hashes,
             lease_s=request.load_timeout_s + 1.0,
-            source=request.source,
+            sources=request.sources,
             has_tail=request.has_tail,
             fetch_s=_FETCH_S,
         )

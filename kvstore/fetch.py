@@ -57,6 +57,8 @@ class Fetcher:
         self._numbers = itertools.count(1)
         self.blocks = {"ssd": 0, "peer": 0}
         """Brought here, by kind of source."""
+        self.followed_blocks = 0
+        """Of those from peers: filled there while they came."""
         self.failed_blocks = 0
 
     async def prefix(
@@ -102,7 +104,7 @@ class Fetcher:
             return refs
         leased = self._pool.lease(request, holder, [(ref.slot, ref.epoch) for ref in refs], until_s)
         assert isinstance(leased, list), leased
-        self._spawn(self._fill(mine, refs, [(peer, list(names) + ([tail] if tail else []))], deadline_s))
+        self._spawn(self._follow(mine, refs, [(peer, list(names) + ([tail] if tail else []))], deadline_s))
         return leased
 
     async def close(self) -> None:
@@ -137,14 +139,23 @@ class Fetcher:
                     self._coming.setdefault(ref.hash, asyncio.Event())
         return refs
 
-    async def _fill(
+    async def _follow(
         self,
         request: RequestId,
         refs: Sequence[SlotRef],
         wanted: Sequence[tuple[Source | None, list[BlockHash]]],
         deadline_s: float,
     ) -> None:
-        """Reads into the reserved slots; what came without a gap is committed, the rest given up."""
+        self.followed_blocks += await self._fill(request, refs, wanted, deadline_s)
+
+    async def _fill(
+        self,
+        request: RequestId,
+        refs: Sequence[SlotRef],
+        wanted: Sequence[tuple[Source | None, list[BlockHash]]],
+        deadline_s: float,
+    ) -> int:
+        """Reads into the reserved slots; what came without a gap is committed, the rest given up. Returns how many came."""
         filling = [ref for ref in refs if not ref.filled]
         came: set[BlockHash] = set()
         try:
@@ -158,6 +169,7 @@ class Fetcher:
         finally:
             whole = list(itertools.takewhile(lambda ref: ref.hash in came, filling))
             self._end(request, filling, len(whole))
+        return len(came)
 
     async def _read(
         self, source: Source, request: RequestId, blocks: Sequence[SlotRef], deadline_s: float

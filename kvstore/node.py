@@ -32,6 +32,7 @@ from kvstore.core.slots import Fenced, NoRoom, SlotPool, SlotRef
 from kvstore.core.tiers import TierConfig, TierLimits, TierMachine
 from kvstore.directory.directory import BlockChange
 from kvstore.fetch import Fetcher
+from kvstore.metrics import exported
 from kvstore.tiering import Tiering
 from kvstore.tiers.block_file import FileForm
 from kvstore.tiers.dram import Arena, ArenaShape
@@ -65,7 +66,7 @@ class NodeConfig:
     `eviction` are names in `kvstore.core`; admissions within a budget write `ssd_write_bytes_per_s`. `codec` is how blocks
     lie on the SSD, a name in `kvstore.codecs.choice`. `links` may be used to read from other nodes and are offered to
     them. Where there is a `peer_address` (host:port), other nodes read there, and nothing else is served there; `tls` is
-    for it, and for such addresses of other nodes.
+    for it, and for such addresses of other nodes. Prometheus may scrape the `metrics_address` (host:port), if there is one.
     """
 
     node_id: NodeId
@@ -81,6 +82,7 @@ class NodeConfig:
     links: tuple[Kind, ...] = KINDS
     peer_address: str = ""
     tls: TlsConfig | None = None
+    metrics_address: str = ""
 
     @property
     def read_address(self) -> str:
@@ -141,6 +143,9 @@ class KVNode(KVNodeServicer):
         self._sequence = 0
         self._subscribers: set[asyncio.Queue[pb.BlockEvents]] = set()
         self._dropped = 0
+        self._corrupt = 0
+        self._asked_blocks = 0
+        self._hit_dram_blocks = 0
 
     # -- life -----------------------------------------------------------------------------------------------
 
@@ -159,6 +164,8 @@ class KVNode(KVNodeServicer):
                 if config.peer_address:
                     await doors.enter_async_context(serving(config.peer_address, self._add_reads, config.tls))
                 await doors.enter_async_context(serving(config.address, add))
+                if config.metrics_address:
+                    doors.enter_context(exported(config.metrics_address, self.status))
                 started()
                 while True:
                     await asyncio.sleep(_SWEEP_S)
@@ -397,7 +404,8 @@ class KVNode(KVNodeServicer):
         until_s = await self._until_s(request.lease_s, context)
         names = await self._names(request.hashes, context)
         tail = (await self._names([request.tail_hash], context))[0] if request.tail_hash else None
-        await self._fetch(names, await self._peer(request.source, context), request.fetch_s)
+        here = pool.match(names)
+        await self._fetch(names, await self._peer(request.sources, context), request.fetch_s)
         if RequestId(request.request_id) in self._given_up:
             await context.abort(
                 grpc.StatusCode.ABORTED, f"request {request.request_id} was given up before it was here"
@@ -428,6 +436,7 @@ class KVNode(KVNodeServicer):
         if isinstance(found, Fenced):
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, found.reason)
         assert isinstance(found, list)
+        self._note_asked(names, here)
         for ref in found:
             if not ref.filled:
                 arena.begin(ref.slot, ref.epoch, ref.hash)
@@ -470,20 +479,26 @@ class KVNode(KVNodeServicer):
         pool, _ = await self._ready(context)
         key = (RequestId(request.request_id), self._holder(request.holder))
         until_s = await self._until_s(request.lease_s, context)
-        if request.slots and request.source.address:
+        if request.slots and request.sources:
             found = await self._follow(request, key, until_s, context)
         elif request.slots:
             found = pool.lease(*key, [(slot.slot, slot.epoch) for slot in request.slots], until_s)
         else:
             names = await self._names(request.hashes, context)
-            await self._fetch(names, await self._peer(request.source, context), request.fetch_s)
+            here = pool.match(names)
+            await self._fetch(names, await self._peer(request.sources, context), request.fetch_s)
             found = pool.acquire(*key, names, until_s)
+            self._note_asked(names, here)
         if isinstance(found, NoRoom):
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, _no_room(found))
         if isinstance(found, Fenced):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, found.reason)
         assert isinstance(found, list)
         return slot_list(found)
+
+    def _note_asked(self, names: Sequence[BlockHash], here: int) -> None:
+        self._asked_blocks += len(names)
+        self._hit_dram_blocks += here
 
     async def _fetch(self, names: Sequence[BlockHash], peer: PeerSource | None, fetch_s: float) -> None:
         """Brings what this node lacks of the chain's blocks from its SSD and from `peer`, as far as time allows.
@@ -507,23 +522,28 @@ class KVNode(KVNodeServicer):
         assert self._fetcher is not None
         names = await self._names([slot.hash for slot in request.slots], context)
         uses = dict(zip(names, request.slots, strict=True))
-        peer = await self._peer(request.source, context, uses)
+        peer = await self._peer(request.sources[:1], context, uses)
         assert peer is not None
         tail = names.pop() if request.has_tail else None
         return self._fetcher.follow(*key, names, tail, peer, until_s, time.monotonic() + request.lease_s)
 
     async def _peer(
-        self, source: pb.Node, context: Context, uses: Mapping[BlockHash, pb.Slot] = MappingProxyType({})
+        self,
+        sources: Sequence[pb.Node],
+        context: Context,
+        uses: Mapping[BlockHash, pb.Slot] = MappingProxyType({}),
     ) -> PeerSource | None:
-        """The other node, or None when no address is given."""
-        if not source.address:
+        """The other nodes, or None when none is named."""
+        for source in sources:
+            if source.node_id == self._config.node_id or not source.address:
+                await context.abort(
+                    grpc.StatusCode.INVALID_ARGUMENT,
+                    f"source {source.node_id!r} at {source.address!r}: {self._config.node_id} reads from other nodes",
+                )
+        if not sources:
             return None
-        if source.node_id == self._config.node_id:
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, f"{source.node_id} is this node: it reads from others"
-            )
         assert self._neighbours is not None
-        return PeerSource([self._neighbours.link(source.address, uses)], uses)
+        return PeerSource([self._neighbours.link(source.address, uses) for source in sources], uses)
 
     async def Read(self, request: pb.ReadRequest, context: Context) -> AsyncIterator[pb.ReadReply]:
         await self._ready(context)
@@ -576,6 +596,7 @@ class KVNode(KVNodeServicer):
             on_ssd = request.tier != "dram" and self._tiering is not None and self._tiering.forget(name)
             dropped += in_dram or on_ssd
         self._dropped += dropped
+        self._corrupt += dropped if request.corrupt else 0
         self._apply()
         return pb.DropReply(dropped=dropped)
 
@@ -594,7 +615,9 @@ class KVNode(KVNodeServicer):
             reply.dram_blocks += len(good)
             if not all(good):
                 reply.dram_corrupt += 1
-                self._dropped += pool.drop(name)
+                gone = pool.drop(name)
+                self._dropped += gone
+                self._corrupt += gone
             self._apply()
         if self._tiering is not None:
             reply.ssd_blocks, reply.ssd_corrupt = await self._tiering.verify()
@@ -615,9 +638,16 @@ class KVNode(KVNodeServicer):
             self._subscribers.discard(queue)
 
     async def Status(self, request: pb.Empty, context: Context) -> pb.NodeStatus:
+        return self.status()
+
+    def status(self) -> pb.NodeStatus:
+        """What the node holds and has done."""
         status = pb.NodeStatus(
             node_id=self._config.node_id,
             dropped=self._dropped,
+            corrupt=self._corrupt,
+            asked_blocks=self._asked_blocks,
+            hit_dram_blocks=self._hit_dram_blocks,
             workers=sorted(self._lives),
         )
         if self._pool is not None and self._arena is not None and self._fetcher is not None:
@@ -630,11 +660,15 @@ class KVNode(KVNodeServicer):
             status.leases_expired = self._pool.leases_expired
             status.fetched_ssd_blocks = self._fetcher.blocks["ssd"]
             status.fetched_peer_blocks = self._fetcher.blocks["peer"]
+            status.followed_blocks = self._fetcher.followed_blocks
             status.fetch_failed_blocks = self._fetcher.failed_blocks
             if self._tiering is not None:
                 status.ssd_blocks = len(self._tiering.machine.names())
-                status.ssd_corrupt = self._tiering.ssd.counters.corrupt
-                status.ssd_refused = self._tiering.ssd.counters.refused
+                counters = self._tiering.ssd.counters
+                status.ssd_corrupt, status.ssd_refused = counters.corrupt, counters.refused
+                status.ssd_full, status.ssd_failed = counters.full, counters.failed
+                status.ssd_written_bytes, status.ssd_read_bytes = counters.written_bytes, counters.read_bytes
+                status.ssd_evictions = self._tiering.evictions
                 status.ssd_block_bytes = self._tiering.ssd.file_bytes
                 status.ssd_codec = self._config.codec
             status.block_bytes = self._arena.shape.layout.block_bytes

@@ -59,6 +59,7 @@ class Tiering:
         self._pool = pool
         self._arena = arena
         self._changed = changed
+        self.evictions = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._spawn(self._scan())
         if coding is not None:
@@ -150,6 +151,7 @@ class Tiering:
                 case Demote(name):
                     self._spawn(self._write(name))
                 case Drop(Tier.SSD, name):
+                    self.evictions += 1
                     self._changed([name])
                     self._spawn(self.ssd.drop(name))
                 case WakeAt(at_s):

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvstore.transfer import kv_pb2 as kvstore_dot_transfer_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cprefill_worker/prefill.proto\x12\x10moonpool.prefill\x1a\x19kvstore/transfer/kv.proto\"\x8e\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0e\n\x06hashes\x18\x03 \x03(\x0c\x12\x11\n\ttail_hash\x18\x04 \x01(\x0c\x12\x0f\n\x07lease_s\x18\x05 \x01(\x01\x12!\n\x06source\x18\x06 \x01(\x0b\x32\x11.moonpool.kv.Node\"(\n\x04Plan\x12 \n\x05slots\x18\x01 \x03(\x0b\x32\x11.moonpool.kv.Slot\"\xb2\x01\n\x04\x44one\x12\x11\n\tprefill_s\x18\x01 \x01(\x01\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\r\x12\x10\n\x08kv_bytes\x18\x05 \x01(\x04\x12\x15\n\rfailed_blocks\x18\x06 \x01(\r\x12\x15\n\rlast_layer_at\x18\x07 \x01(\x01\x12\x16\n\x0e\x65\x61rly_kv_bytes\x18\x08 \x01(\x04\"g\n\x0cPrefillReply\x12&\n\x04plan\x18\x01 \x01(\x0b\x32\x16.moonpool.prefill.PlanH\x00\x12&\n\x04\x64one\x18\x02 \x01(\x0b\x32\x16.moonpool.prefill.DoneH\x00\x42\x07\n\x05reply\"\x0f\n\rStatusRequest\"\"\n\x0bStatusReply\x12\x13\n\x0bstatus_json\x18\x01 \x01(\t2\xa8\x01\n\rPrefillWorker\x12M\n\x07Prefill\x12 .moonpool.prefill.PrefillRequest\x1a\x1e.moonpool.prefill.PrefillReply0\x01\x12H\n\x06Status\x12\x1f.moonpool.prefill.StatusRequest\x1a\x1d.moonpool.prefill.StatusReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cprefill_worker/prefill.proto\x12\x10moonpool.prefill\x1a\x19kvstore/transfer/kv.proto\"\x8f\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0e\n\x06hashes\x18\x03 \x03(\x0c\x12\x11\n\ttail_hash\x18\x04 \x01(\x0c\x12\x0f\n\x07lease_s\x18\x05 \x01(\x01\x12\"\n\x07sources\x18\x06 \x03(\x0b\x32\x11.moonpool.kv.Node\"(\n\x04Plan\x12 \n\x05slots\x18\x01 \x03(\x0b\x32\x11.moonpool.kv.Slot\"\xb2\x01\n\x04\x44one\x12\x11\n\tprefill_s\x18\x01 \x01(\x01\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\r\x12\x10\n\x08kv_bytes\x18\x05 \x01(\x04\x12\x15\n\rfailed_blocks\x18\x06 \x01(\r\x12\x15\n\rlast_layer_at\x18\x07 \x01(\x01\x12\x16\n\x0e\x65\x61rly_kv_bytes\x18\x08 \x01(\x04\"g\n\x0cPrefillReply\x12&\n\x04plan\x18\x01 \x01(\x0b\x32\x16.moonpool.prefill.PlanH\x00\x12&\n\x04\x64one\x18\x02 \x01(\x0b\x32\x16.moonpool.prefill.DoneH\x00\x42\x07\n\x05reply\"\x0f\n\rStatusRequest\"\"\n\x0bStatusReply\x12\x13\n\x0bstatus_json\x18\x01 \x01(\t2\xa8\x01\n\rPrefillWorker\x12M\n\x07Prefill\x12 .moonpool.prefill.PrefillRequest\x1a\x1e.moonpool.prefill.PrefillReply0\x01\x12H\n\x06Status\x12\x1f.moonpool.prefill.StatusRequest\x1a\x1d.moonpool.prefill.StatusReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,17 +33,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'prefill_worker.prefill_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLREQUEST']._serialized_start=78
-  _globals['_PREFILLREQUEST']._serialized_end=220
-  _globals['_PLAN']._serialized_start=222
-  _globals['_PLAN']._serialized_end=262
-  _globals['_DONE']._serialized_start=265
-  _globals['_DONE']._serialized_end=443
-  _globals['_PREFILLREPLY']._serialized_start=445
-  _globals['_PREFILLREPLY']._serialized_end=548
-  _globals['_STATUSREQUEST']._serialized_start=550
-  _globals['_STATUSREQUEST']._serialized_end=565
-  _globals['_STATUSREPLY']._serialized_start=567
-  _globals['_STATUSREPLY']._serialized_end=601
-  _globals['_PREFILLWORKER']._serialized_start=604
-  _globals['_PREFILLWORKER']._serialized_end=772
+  _globals['_PREFILLREQUEST']._serialized_end=221
+  _globals['_PLAN']._serialized_start=223
+  _globals['_PLAN']._serialized_end=263
+  _globals['_DONE']._serialized_start=266
+  _globals['_DONE']._serialized_end=444
+  _globals['_PREFILLREPLY']._serialized_start=446
+  _globals['_PREFILLREPLY']._serialized_end=549
+  _globals['_STATUSREQUEST']._serialized_start=551
+  _globals['_STATUSREQUEST']._serialized_end=566
+  _globals['_STATUSREPLY']._serialized_start=568
+  _globals['_STATUSREPLY']._serialized_end=602
+  _globals['_PREFILLWORKER']._serialized_start=605
+  _globals['_PREFILLWORKER']._serialized_end=773
 # @@protoc_insertion_point(module_scope)

@@ -28,7 +28,7 @@ class PrefillRequest(_message.Message):
     HASHES_FIELD_NUMBER: _builtins.int
     TAIL_HASH_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
-    SOURCE_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     tail_hash: _builtins.bytes
     """empty: no tail"""
@@ -41,8 +41,8 @@ class PrefillRequest(_message.Message):
         """names of the full blocks"""
 
     @_builtins.property
-    def source(self) -> _kv_pb2.Node:
-        """where prefix blocks may be that this worker's node lacks; empty: nowhere"""
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[_kv_pb2.Node]:
+        """where prefix blocks may be that this worker's node lacks, the best first"""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class PrefillRequest(_message.Message):
         hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         tail_hash: _builtins.bytes = ...,
         lease_s: _builtins.float = ...,
-        source: _kv_pb2.Node | None = ...,
+        sources: _abc.Iterable[_kv_pb2.Node] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "lease_s", b"lease_s", "request_id", b"request_id", "source", b"source", "tail_hash", b"tail_hash", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "lease_s", b"lease_s", "request_id", b"request_id", "sources", b"sources", "tail_hash", b"tail_hash", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

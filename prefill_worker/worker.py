@@ -82,7 +82,7 @@ class PrefillWorker(PrefillWorkerServicer):
             hashes=request.hashes,
             tail_hash=request.tail_hash,
             lease_s=request.lease_s,
-            source=request.source,
+            sources=request.sources,
             fetch_s=_FETCH_S,
         )
         wait_s = _ROOM_WAIT_S

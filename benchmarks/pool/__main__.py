@@ -8,11 +8,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.pool import codecs, index, links, reuse, ssd
+from benchmarks.pool import codecs, index, links, local, reuse, ssd
 from benchmarks.report import Report, Row, Setting, show
 
 TOPICS: dict[str, Callable[[int], list[Row]]] = {
     "index": index.rows,
+    "local": local.rows,
     "ssd": ssd.rows,
     "links": links.rows,
     "codecs": codecs.rows,

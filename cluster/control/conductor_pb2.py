@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvstore.transfer import kv_pb2 as kvstore_dot_transfer_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x63luster/control/conductor.proto\x12\x12moonpool.conductor\x1a\x19kvstore/transfer/kv.proto\"\x11\n\x0f\x44\x65scribeRequest\"w\n\x0b\x44\x65scription\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x11\n\tprecision\x18\x05 \x01(\t\"\x15\n\x05\x45vent\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x17\n\x07\x43ommand\x12\x0c\n\x04json\x18\x01 \x01(\t\"\xc5\x01\n\x08\x44\x65\x63ision\x12\x14\n\x0c\x63ommand_json\x18\x01 \x01(\t\x12\x17\n\x0fprefill_address\x18\x02 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x03 \x01(\t\x12\'\n\x0cprefill_node\x18\x04 \x01(\x0b\x32\x11.moonpool.kv.Node\x12&\n\x0b\x64\x65\x63ode_node\x18\x05 \x01(\x0b\x32\x11.moonpool.kv.Node\x12!\n\x06source\x18\x06 \x01(\x0b\x32\x11.moonpool.kv.Node\"\n\n\x08Reported\"\x11\n\x0f\x43ommandsRequest\"\x0f\n\rStatusRequest\"\x1b\n\x0bStatusReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x0e\n\x0c\x43heckRequest\"\x0c\n\nCheckReply2\xcc\x03\n\tConductor\x12P\n\x08\x44\x65scribe\x12#.moonpool.conductor.DescribeRequest\x1a\x1f.moonpool.conductor.Description\x12\x41\n\x06\x44\x65\x63ide\x12\x19.moonpool.conductor.Event\x1a\x1c.moonpool.conductor.Decision\x12\x41\n\x06Report\x12\x19.moonpool.conductor.Event\x1a\x1c.moonpool.conductor.Reported\x12N\n\x08\x43ommands\x12#.moonpool.conductor.CommandsRequest\x1a\x1b.moonpool.conductor.Command0\x01\x12L\n\x06Status\x12!.moonpool.conductor.StatusRequest\x1a\x1f.moonpool.conductor.StatusReply\x12I\n\x05\x43heck\x12 .moonpool.conductor.CheckRequest\x1a\x1e.moonpool.conductor.CheckReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x63luster/control/conductor.proto\x12\x12moonpool.conductor\x1a\x19kvstore/transfer/kv.proto\"\x11\n\x0f\x44\x65scribeRequest\"w\n\x0b\x44\x65scription\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x11\n\tprecision\x18\x05 \x01(\t\"\x15\n\x05\x45vent\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x17\n\x07\x43ommand\x12\x0c\n\x04json\x18\x01 \x01(\t\"\xc6\x01\n\x08\x44\x65\x63ision\x12\x14\n\x0c\x63ommand_json\x18\x01 \x01(\t\x12\x17\n\x0fprefill_address\x18\x02 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x03 \x01(\t\x12\'\n\x0cprefill_node\x18\x04 \x01(\x0b\x32\x11.moonpool.kv.Node\x12&\n\x0b\x64\x65\x63ode_node\x18\x05 \x01(\x0b\x32\x11.moonpool.kv.Node\x12\"\n\x07sources\x18\x06 \x03(\x0b\x32\x11.moonpool.kv.Node\"\n\n\x08Reported\"\x11\n\x0f\x43ommandsRequest\"\x0f\n\rStatusRequest\"\x1b\n\x0bStatusReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x0e\n\x0c\x43heckRequest\"\x0c\n\nCheckReply2\xcc\x03\n\tConductor\x12P\n\x08\x44\x65scribe\x12#.moonpool.conductor.DescribeRequest\x1a\x1f.moonpool.conductor.Description\x12\x41\n\x06\x44\x65\x63ide\x12\x19.moonpool.conductor.Event\x1a\x1c.moonpool.conductor.Decision\x12\x41\n\x06Report\x12\x19.moonpool.conductor.Event\x1a\x1c.moonpool.conductor.Reported\x12N\n\x08\x43ommands\x12#.moonpool.conductor.CommandsRequest\x1a\x1b.moonpool.conductor.Command0\x01\x12L\n\x06Status\x12!.moonpool.conductor.StatusRequest\x1a\x1f.moonpool.conductor.StatusReply\x12I\n\x05\x43heck\x12 .moonpool.conductor.CheckRequest\x1a\x1e.moonpool.conductor.CheckReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,19 +41,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COMMAND']._serialized_start=245
   _globals['_COMMAND']._serialized_end=268
   _globals['_DECISION']._serialized_start=271
-  _globals['_DECISION']._serialized_end=468
-  _globals['_REPORTED']._serialized_start=470
-  _globals['_REPORTED']._serialized_end=480
-  _globals['_COMMANDSREQUEST']._serialized_start=482
-  _globals['_COMMANDSREQUEST']._serialized_end=499
-  _globals['_STATUSREQUEST']._serialized_start=501
-  _globals['_STATUSREQUEST']._serialized_end=516
-  _globals['_STATUSREPLY']._serialized_start=518
-  _globals['_STATUSREPLY']._serialized_end=545
-  _globals['_CHECKREQUEST']._serialized_start=547
-  _globals['_CHECKREQUEST']._serialized_end=561
-  _globals['_CHECKREPLY']._serialized_start=563
-  _globals['_CHECKREPLY']._serialized_end=575
-  _globals['_CONDUCTOR']._serialized_start=578
-  _globals['_CONDUCTOR']._serialized_end=1038
+  _globals['_DECISION']._serialized_end=469
+  _globals['_REPORTED']._serialized_start=471
+  _globals['_REPORTED']._serialized_end=481
+  _globals['_COMMANDSREQUEST']._serialized_start=483
+  _globals['_COMMANDSREQUEST']._serialized_end=500
+  _globals['_STATUSREQUEST']._serialized_start=502
+  _globals['_STATUSREQUEST']._serialized_end=517
+  _globals['_STATUSREPLY']._serialized_start=519
+  _globals['_STATUSREPLY']._serialized_end=546
+  _globals['_CHECKREQUEST']._serialized_start=548
+  _globals['_CHECKREQUEST']._serialized_end=562
+  _globals['_CHECKREPLY']._serialized_start=564
+  _globals['_CHECKREPLY']._serialized_end=576
+  _globals['_CONDUCTOR']._serialized_start=579
+  _globals['_CONDUCTOR']._serialized_end=1039
 # @@protoc_insertion_point(module_scope)

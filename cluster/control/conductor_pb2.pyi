@@ -5,8 +5,10 @@ What the gateway asks of, and tells, the conductor. Events and commands travel i
 cluster/core/log.py, so that the wire, the event log and the replay have one vocabulary.
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from kvstore.transfer import kv_pb2 as _kv_pb2
 import builtins as _builtins
 import sys
@@ -113,7 +115,7 @@ class Decision(_message.Message):
     DECODE_ADDRESS_FIELD_NUMBER: _builtins.int
     PREFILL_NODE_FIELD_NUMBER: _builtins.int
     DECODE_NODE_FIELD_NUMBER: _builtins.int
-    SOURCE_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
     command_json: _builtins.str
     prefill_address: _builtins.str
     """empty: no prefill worker is needed"""
@@ -125,8 +127,8 @@ class Decision(_message.Message):
     @_builtins.property
     def decode_node(self) -> _kv_pb2.Node: ...
     @_builtins.property
-    def source(self) -> _kv_pb2.Node:
-        """where the cached blocks are; empty: they are not used"""
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[_kv_pb2.Node]:
+        """where the cached blocks are, the placement's source first; none: they are not used"""
 
     def __init__(
         self,
@@ -136,11 +138,11 @@ class Decision(_message.Message):
         decode_address: _builtins.str = ...,
         prefill_node: _kv_pb2.Node | None = ...,
         decode_node: _kv_pb2.Node | None = ...,
-        source: _kv_pb2.Node | None = ...,
+        sources: _abc.Iterable[_kv_pb2.Node] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_node", b"decode_node", "prefill_node", b"prefill_node", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_node", b"decode_node", "prefill_node", b"prefill_node"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command_json", b"command_json", "decode_address", b"decode_address", "decode_node", b"decode_node", "prefill_address", b"prefill_address", "prefill_node", b"prefill_node", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command_json", b"command_json", "decode_address", b"decode_address", "decode_node", b"decode_node", "prefill_address", b"prefill_address", "prefill_node", b"prefill_node", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

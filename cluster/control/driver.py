@@ -49,6 +49,7 @@ _MEMBERSHIP_POLL_S = 0.25
 _SNAPSHOT_S = 10.0
 _SNAPSHOT_RETRY_S = 0.5
 _SUBSCRIBER_BACKLOG_MAX = 10_000
+_SOURCES_MAX = 3
 
 
 class NoWorkers(Exception):  # noqa: N818  # a state of the cluster, not a fault
@@ -64,7 +65,8 @@ class Decided:
     decode: Member | None = None
     prefill_node: Member | None = None
     decode_node: Member | None = None
-    source: Member | None = None
+    sources: tuple[Member, ...] = ()
+    """Who has the cached blocks: the placement's source, and others in case that one is gone."""
 
 
 class Driver:
@@ -86,7 +88,7 @@ class Driver:
         self._directory_known = False
         self._memory = ""
         self._losses_from_s = float("-inf")
-        self._undecided: dict[RequestId, list[tuple[int, asyncio.Future[Decided]]]] = {}
+        self._undecided: dict[RequestId, list[tuple[Arrive, asyncio.Future[Decided]]]] = {}
         self._snapshots: dict[str, asyncio.Task[None]] = {}
         self._subscribers: set[asyncio.Queue[Command]] = set()
         self._refused: set[str] = set()
@@ -110,7 +112,7 @@ class Driver:
         """
         self.described()
         answered: asyncio.Future[Decided] = asyncio.get_running_loop().create_future()
-        self._undecided.setdefault(arrival.request, []).append((arrival.attempt, answered))
+        self._undecided.setdefault(arrival.request, []).append((arrival, answered))
         try:
             self._handle(arrival)
             return await answered
@@ -121,17 +123,17 @@ class Driver:
             self._no_longer_asked(arrival.request, answered)
 
     def _no_longer_asked(self, request: RequestId, answered: "asyncio.Future[Decided]") -> None:
-        others = [(attempt, other) for attempt, other in self._undecided[request] if other is not answered]
+        others = [(asked, other) for asked, other in self._undecided[request] if other is not answered]
         self._undecided[request] = others
         if not others:
             del self._undecided[request]
 
     def _answer(self, command: Place | RetryAfter | Reject) -> None:
-        for attempt, answered in self._undecided.get(command.request, ()):
-            if attempt == command.attempt and not answered.done():
-                answered.set_result(self._decided(command))
+        for arrival, answered in self._undecided.get(command.request, ()):
+            if arrival.attempt == command.attempt and not answered.done():
+                answered.set_result(self._decided(command, arrival))
 
-    def _decided(self, command: Place | RetryAfter | Reject) -> Decided:
+    def _decided(self, command: Place | RetryAfter | Reject, arrival: Arrive) -> Decided:
         if not isinstance(command, Place):
             return Decided(command)
         prefill = self._members.get(command.prefill or "")
@@ -142,8 +144,20 @@ class Driver:
             decode,
             self._members.get(prefill.node) if prefill is not None else None,
             self._members.get(decode.node),
-            self._members.get(command.source or ""),
+            self._sources(command, arrival),
         )
+
+    def _sources(self, place: Place, arrival: Arrive) -> tuple[Member, ...]:
+        """The placement's source, then others that hold as much of the prompt, those with the most of it in DRAM first."""
+        assert self._core is not None
+        if place.source is None:
+            return ()
+        held = self._core.index.match(arrival.chain)
+        enough = held[place.source].blocks if place.source in held else 1
+        others = [node for node in held if node != place.source and held[node].blocks >= enough]
+        others.sort(key=lambda node: (-held[node].dram, node))
+        nodes = [place.source, *others[: _SOURCES_MAX - 1]]
+        return tuple(self._members[node] for node in nodes if node in self._members)
 
     def report(self, event: Event) -> None:
         if self._core is not None:

@@ -247,6 +247,7 @@ class LocalCluster:
 
     def _node(self, name: str) -> NodeSettings:
         pool = self.config.pool
+        metrics_port = pool.metrics_port and pool.metrics_port + self._nodes().index(name)
         transfer = pool.transfer
         return NodeSettings(
             NodeConfig(
@@ -262,6 +263,7 @@ class LocalCluster:
                 links=cast("tuple[Kind, ...]", transfer.kinds),
                 peer_address=_free_address(transfer.tcp_host) if transfer.tcp_host else "",
                 tls=_tls(transfer),
+                metrics_address=f"{self.config.gateway.host}:{metrics_port}" if metrics_port else "",
             ),
             self._redis_url(),
             _CLUSTER,

@@ -26,15 +26,20 @@ def inspect(name: str, address: str, tier: str) -> str:
                 f"{status.evictions} evictions"
             ),
             (
+                f"  asked for {status.asked_blocks} blocks of prompts: {status.hit_dram_blocks} were in dram, "
+                f"{status.fetched_ssd_blocks} came from the ssd, {status.fetched_peer_blocks - status.followed_blocks} "
+                "from other nodes"
+            ),
+            (
                 f"  ssd   {status.ssd_blocks} blocks ({status.ssd_blocks * status.ssd_block_bytes / _MIB:.0f} MiB)"
                 + (f" as {status.ssd_codec}, which refused {status.ssd_refused}" if status.ssd_codec else "")
             ),
             (
-                f"  brought here: {status.fetched_ssd_blocks} from the ssd, {status.fetched_peer_blocks} from other nodes; "
-                f"{status.fetch_failed_blocks} did not come"
+                f"  handed over by the node that prefilled: {status.followed_blocks} blocks; "
+                f"{status.fetch_failed_blocks} that were expected did not come"
             ),
             (
-                f"  did not verify: {status.dropped} in dram, {status.ssd_corrupt} on the ssd, "
+                f"  did not verify: {status.corrupt} in dram, {status.ssd_corrupt} on the ssd, "
                 f"{status.rejected_segments} segments from other nodes"
             ),
             *map(_reads_from, status.neighbours),

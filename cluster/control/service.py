@@ -48,9 +48,9 @@ class ConductorService(ConductorServicer):
             command_json=json.dumps(encode(decided.command)),
             prefill_address=decided.prefill.address if decided.prefill is not None else "",
             decode_address=decided.decode.address if decided.decode is not None else "",
-            prefill_node=_node(decided.prefill_node),
-            decode_node=_node(decided.decode_node),
-            source=_node(decided.source),
+            prefill_node=_node(decided.prefill_node) if decided.prefill_node is not None else None,
+            decode_node=_node(decided.decode_node) if decided.decode_node is not None else None,
+            sources=[_node(source) for source in decided.sources],
         )
 
     async def Report(self, request: pb.Event, context: Context) -> pb.Reported:
@@ -78,10 +78,8 @@ class ConductorService(ConductorServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"not an event: {error}")
 
 
-def _node(member: Member | None) -> kv.Node | None:
+def _node(member: Member) -> kv.Node:
     """The node as other nodes reach it."""
-    if member is None:
-        return None
     return kv.Node(node_id=member.id, address=member.peer_address or member.address)
 
 

@@ -11,7 +11,7 @@ import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -263,7 +263,7 @@ class ClusterBackend:
                 hashes=chain,
                 tail_hash=tail_name,
                 lease_s=self._lease_s,
-                source=_elsewhere(attempt.decision.source, attempt.decision.prefill_node),
+                sources=_elsewhere(attempt.decision.sources, attempt.decision.prefill_node),
             ),
             timeout=_REQUEST_S_MAX,
         )
@@ -338,8 +338,8 @@ class ClusterBackend:
                 sampling_params=encode_params(streamed),
                 slots=slots,
                 hashes=() if slots else chain,
-                source=_elsewhere(
-                    attempt.decision.prefill_node if slots else attempt.decision.source,
+                sources=_elsewhere(
+                    [attempt.decision.prefill_node] if slots else attempt.decision.sources,
                     attempt.decision.decode_node,
                 ),
                 has_tail=len(slots) > len(chain),
@@ -531,9 +531,11 @@ def _chain(
     return root, tuple(block_hashes(root, request.token_ids, description.block_tokens))
 
 
-def _elsewhere(source: kv.Node, here: kv.Node) -> kv.Node | None:
-    """The node that KV must be brought from, None when it is here already or nowhere."""
-    return source if source.node_id and source.node_id != here.node_id else None
+def _elsewhere(sources: Sequence[kv.Node], here: kv.Node) -> list[kv.Node]:
+    """The nodes that KV may be brought from, the best first; none when that is `here` itself, or nobody has it."""
+    if sources and sources[0].node_id == here.node_id:
+        return []
+    return [source for source in sources if source.node_id and source.node_id != here.node_id]
 
 
 def _message(event: Event) -> control.Event:

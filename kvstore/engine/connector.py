@@ -3,13 +3,13 @@
 Scheduler half (`_Scheduler`, in the engine core): reads plans out of `kv_transfer_params` and turns each step into
 page copies. It makes no call to anyone: a call would stall all decoding.
 Worker half (`_Worker`, beside the model): copies pages from the engine to the arena as each layer finishes
-(`save_kv_layer`), loads planned blocks on a thread of its own while the engine goes on (`_Loader`), and on another
+(`save_kv_layer`), loads planned blocks on a thread of its own while the engine goes on (`Loader`), and on another
 saves what an answer leaves (`_Saver`). With tensor parallelism there is a worker half in each rank: it copies, seals
 and stops in its own shard of each slot, and a load has ended when it has in all ranks.
 
 Rules that vLLM 0.32 sets, and where they are kept:
 - Each pending load is reported finished exactly once, also when it failed or its request was aborted: vLLM holds the
-  request's pages until then (`_Loader.take_finished`).
+  request's pages until then (`Loader.take_finished`).
 - Failed pages are reported no later than the pass that reports the request (`take_failed_pages`).
 - After a failed load nothing is matched any more: the request computes what is missing (`_Scheduler.matched`).
 - Slots come from our metadata, never from `attn_metadata`; a layer whose attention did not run is copied in
@@ -27,14 +27,12 @@ Rules that vLLM 0.32 sets, and where they are kept:
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -46,6 +44,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvstore.core.blocks import KVLayout, RequestId
+from kvstore.engine.loading import DevicePages, HostPages, Loader, LoadJob, Pages, Shard
 from kvstore.engine.orphan import exit_with_parent
 from kvstore.engine.plan import KVPlan, LoadReport, PlannedBlock
 from kvstore.engine.spawned import after_imports
@@ -53,7 +52,6 @@ from kvstore.engine.stats import ConnectorMetrics, ConnectorStats
 from kvstore.tiers.dram import Arena, ArenaShape
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -65,8 +63,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FOLLOW_POLL_S = 0.001
-_CORRUPT = "does not verify"
 _NOTHING_LOADED = LoadReport(blocks=0, failed=(), failure="", kv_bytes=0, load_s=0.0, resident_at=0.0)
 
 
@@ -78,20 +74,6 @@ class PageSave:
     block: PlannedBlock
     piece: int
     seals: bool
-
-
-@dataclass(frozen=True, slots=True)
-class LoadJob:
-    """Load `blocks` into engine pages; `pages` are in token order, `pieces` per block except perhaps in the last."""
-
-    engine_request: str
-    blocks: tuple[PlannedBlock, ...]
-    pages: tuple[int, ...]
-    deadline_s: float
-
-    def pages_of(self, index: int, pieces: int) -> tuple[int, ...]:
-        """The pages that block `index` goes to."""
-        return self.pages[index * pieces : (index + 1) * pieces]
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,39 +411,15 @@ class _Scheduler:
             yield PageSave(saving.pages[index], plan.save[block_index - len(plan.load)], piece, seals)
 
 
-class _Shard:
-    """One rank's part of the arena's slots. `pages` has shape [slots, layers, pieces, page bytes]."""
-
-    def __init__(self, arena: Arena, rank: int) -> None:
-        self.arena = arena
-        self.layout = arena.shape.layout
-        self._rank = rank
-        first, last = self.segment(0), self.segment(self.layout.layers)
-        mine = torch.from_numpy(arena.payload)[:, first:last]
-        self.pages = mine.view(arena.shape.slots, self.layout.layers, self.layout.pieces, -1)
-
-    def segment(self, layer: int) -> int:
-        """The number of this rank's segment of that layer."""
-        return self._rank * self.layout.layers + layer
-
-    def named(self, layer: int) -> str:
-        return f"layer {layer}" + (f" of rank {self._rank}" if self.layout.shards > 1 else "")
-
-    def stop(self, blocks: Iterable[PlannedBlock]) -> None:
-        """This rank writes these no more."""
-        for block in blocks:
-            self.arena.stop(block.slot, block.epoch, self._rank)
-
-
 class _Worker:
     """The worker half in one rank: copies between the engine's pages and the rank's shard of the arena."""
 
     def __init__(self, arena: Arena, verify: bool, rank: int = 0) -> None:
         self._arena = arena
-        self._shard = _Shard(arena, rank)
-        self._layers: list[torch.Tensor] = []
+        self._shard = Shard(arena, rank)
+        self._layers: list[Pages] = []
         self._saved: set[int] = set()
-        self.loader = _Loader(self._shard, verify)
+        self.loader = Loader(self._shard, verify)
         self.saver = _Saver(self._shard, self._copy)
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -499,7 +457,7 @@ class _Worker:
                 or arena.epoch[block.slot] != block.epoch
             ):
                 continue  # sealed before a preemption, or the reservation is over
-            self._shard.pages[block.slot, layer, save.piece].copy_(pages[save.page])
+            pages.save(save.page, self._shard.pieces[block.slot, layer, save.piece])
             if save.seals:
                 arena.seal(block.slot, segment, block.epoch, block.hash)
 
@@ -511,8 +469,8 @@ class _Worker:
         self._saved.clear()
 
 
-def _pages(name: str, tensor: torch.Tensor, layout: KVLayout) -> torch.Tensor:
-    """The layer's KV as [pages, page_bytes] uint8, without copying."""
+def _pages(name: str, tensor: torch.Tensor, layout: KVLayout) -> Pages:
+    """The layer's KV as [pages, page_bytes] of bytes, without copying."""
     page_elements = tensor[0].numel()
     if not tensor[0].is_contiguous() or tensor.stride(0) != page_elements:
         raise ValueError(
@@ -523,13 +481,13 @@ def _pages(name: str, tensor: torch.Tensor, layout: KVLayout) -> torch.Tensor:
         raise ValueError(
             f"a page of {name} has {pages.shape[1]} bytes, the arena's layout {layout.page_bytes}"
         )
-    return pages
+    return HostPages(pages) if pages.device.type == "cpu" else DevicePages(pages)
 
 
 class _Saver:
     """Saves what ended requests leave, on a thread of its own; `copy` copies pages of one layer and seals them."""
 
-    def __init__(self, shard: _Shard, copy: Callable[[int, Iterable[PageSave]], None]) -> None:
+    def __init__(self, shard: Shard, copy: Callable[[int, Iterable[PageSave]], None]) -> None:
         self._shard = shard
         self._copy = copy
         self._jobs: queue.Queue[HeldSave | None] = queue.Queue()
@@ -561,158 +519,3 @@ class _Saver:
             self._shard.stop(job.blocks)
             with self._lock:
                 self._finished.add(job.engine_request)
-
-
-@dataclass(slots=True)
-class _Active:
-    """A load under way. `done[layer]` counts the blocks of that layer that are in the engine."""
-
-    job: LoadJob
-    done: list[int]
-    started_s: float
-    failed: set[int] = field(default_factory=set)
-    corrupt: set[int] = field(default_factory=set)
-    failure: str = ""
-
-    def fail(self, problem: str) -> None:
-        """Ends the load: nothing of it counts as loaded."""
-        blocks = len(self.job.blocks)
-        self.failed, self.failure = set(range(blocks)), f"block 0 {problem}"
-        self.done = [blocks] * len(self.done)
-
-    @property
-    def ended(self) -> bool:
-        blocks = len(self.job.blocks)
-        return all(count == blocks for count in self.done)
-
-
-class _Loader:
-    """Loads blocks on a thread of its own, following blocks that are still being written.
-
-    A segment is copied when its writer has sealed it; then the copy is verified (on a device: the source) and the
-    slot's epoch read again.
-    A failed block stays failed; the others are loaded, since vLLM keeps the good ones before the first failure.
-    """
-
-    def __init__(self, shard: _Shard, verify: bool) -> None:
-        self._arena = shard.arena
-        self._shard = shard
-        self._verify = verify
-        self._layers: list[torch.Tensor] = []
-        self._jobs: queue.Queue[LoadJob | None] = queue.Queue()
-        self._lock = threading.Lock()
-        self._finished: set[str] = set()
-        self._failed_pages: set[int] = set()
-        self._reports: dict[str, LoadReport] = {}
-        self._thread = threading.Thread(target=self._run, name="moonpool-load", daemon=True)
-
-    def begin(self, layers: list[torch.Tensor]) -> None:
-        self._layers = layers
-        self._thread.start()
-
-    def submit(self, job: LoadJob) -> None:
-        self._jobs.put(job)
-
-    def stop(self) -> None:
-        self._jobs.put(None)
-
-    def take_finished(self) -> set[str]:
-        with self._lock:
-            finished, self._finished = self._finished, set()
-            return finished
-
-    def take_failed_pages(self) -> set[int]:
-        with self._lock:
-            failed, self._failed_pages = self._failed_pages, set()
-            return failed
-
-    def take_reports(self) -> dict[str, LoadReport]:
-        with self._lock:
-            reports, self._reports = self._reports, {}
-            return reports
-
-    def _run(self) -> None:
-        active: list[_Active] = []
-        while True:
-            try:
-                job = self._jobs.get(timeout=_FOLLOW_POLL_S) if active else self._jobs.get()
-                if job is None:
-                    return
-                active.append(_Active(job, [0] * len(self._layers), time.monotonic()))
-            except queue.Empty:
-                pass
-            for load in active:
-                try:
-                    self._advance(load)
-                except Exception as error:  # the thread's edge: a request without report hangs for ever
-                    logger.exception("request %s: loading broke", load.job.engine_request)
-                    load.fail(f"could not be loaded: {error}")
-            for load in [load for load in active if load.ended]:
-                active.remove(load)
-                self._report(load)
-
-    def _advance(self, load: _Active) -> None:
-        """Copies all segments that are ready; past the deadline, or when the writer gave up, the rest fails."""
-        late = time.monotonic() > load.job.deadline_s
-        for layer in range(len(self._layers)):
-            while load.done[layer] < len(load.job.blocks):
-                index = load.done[layer]
-                problem = self._load_segment(load.job, index, layer)
-                if problem == "waiting":
-                    if not late:
-                        break
-                    problem = "came too late"
-                if problem:
-                    load.failed.add(index)
-                    if problem.endswith(_CORRUPT):
-                        load.corrupt.add(index)
-                    load.failure = f"block {index} {problem}"
-                load.done[layer] += 1
-
-    def _load_segment(self, job: LoadJob, index: int, layer: int) -> str:
-        """Copies one segment into the engine. Returns "", "waiting", or what was wrong."""
-        block, arena, segment = job.blocks[index], self._arena, self._shard.segment(layer)
-        if self._verify and arena.epoch[block.slot] != block.epoch:
-            return "is no longer held by its writer"
-        if self._verify and arena.hash[block.slot].tobytes() != block.hash:
-            return "is another block"
-        if arena.segment_epoch[block.slot, segment] != block.epoch:
-            return "waiting"
-        pages = job.pages_of(index, self._shard.layout.pieces)
-        for piece, page in enumerate(pages):
-            self._layers[layer][page].copy_(self._shard.pages[block.slot, layer, piece])
-        if self._verify and not arena.verify(
-            block.slot, segment, block.epoch, block.hash, self._copied(block, layer, pages)
-        ):
-            return f"{self._shard.named(layer)} {_CORRUPT}"
-        return ""
-
-    def _copied(self, block: PlannedBlock, layer: int, pages: tuple[int, ...]) -> "npt.NDArray[np.uint8]":
-        """The segment as the engine has it; pages that the block does not fill, and device memory, from the slot."""
-        if self._layers[layer].device.type != "cpu" or len(pages) != self._shard.layout.pieces:
-            return np.asarray(self._arena.payload[block.slot, self._shard.segment(layer)], np.uint8)
-        copies = [self._layers[layer][page].numpy() for page in pages]
-        return np.asarray(copies[0] if len(copies) == 1 else np.concatenate(copies), np.uint8)
-
-    def _report(self, load: _Active) -> None:
-        now = time.monotonic()
-        layout = self._shard.layout
-        failed_pages = {page for index in load.failed for page in load.job.pages_of(index, layout.pieces)}
-        loaded = len(load.job.blocks) - len(load.failed)
-        report = LoadReport(
-            blocks=len(load.job.blocks),
-            failed=tuple(sorted(load.failed)),
-            failure=load.failure,
-            corrupt=tuple(load.job.blocks[index].hash.hex() for index in sorted(load.corrupt)),
-            kv_bytes=loaded * layout.block_bytes // layout.shards,
-            load_s=now - load.started_s,
-            resident_at=now,
-        )
-        if load.failed:
-            logger.warning(
-                "request %s: %d blocks failed: %s", load.job.engine_request, len(load.failed), load.failure
-            )
-        with self._lock:
-            self._finished.add(load.job.engine_request)
-            self._failed_pages |= failed_pages
-            self._reports[load.job.engine_request] = report

@@ -238,5 +238,9 @@ class Arena:
 
 def segment_sum(payload: npt.NDArray[np.uint8], name: BlockHash, segment: int) -> int:
     """XXH3-64 of one segment of one block, bound to the block's name and the segment's number."""
-    seed = (int.from_bytes(name[:8], "little") + segment) & _SEED_MASK
-    return xxh3_64_intdigest(payload.data, seed)
+    return xxh3_64_intdigest(payload.data, segment_seed(name, segment))
+
+
+def segment_seed(name: BlockHash, segment: int) -> int:
+    """What binds the checksum of a segment to its block and number."""
+    return (int.from_bytes(name[:8], "little") + segment) & _SEED_MASK

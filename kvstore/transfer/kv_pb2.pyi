@@ -229,7 +229,7 @@ class ReserveRequest(_message.Message):
     HASHES_FIELD_NUMBER: _builtins.int
     TAIL_HASH_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
-    SOURCE_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
     FETCH_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     worker_id: _builtins.str
@@ -241,8 +241,8 @@ class ReserveRequest(_message.Message):
     @_builtins.property
     def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     @_builtins.property
-    def source(self) -> Global___Node:
-        """who may have blocks of the prefix that this node lacks; empty: nobody"""
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___Node]:
+        """who may have blocks of the prefix that this node lacks, the best first"""
 
     def __init__(
         self,
@@ -252,12 +252,12 @@ class ReserveRequest(_message.Message):
         hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         tail_hash: _builtins.bytes = ...,
         lease_s: _builtins.float = ...,
-        source: Global___Node | None = ...,
+        sources: _abc.Iterable[Global___Node] | None = ...,
         fetch_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch_s", b"fetch_s", "hashes", b"hashes", "lease_s", b"lease_s", "request_id", b"request_id", "source", b"source", "tail_hash", b"tail_hash", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch_s", b"fetch_s", "hashes", b"hashes", "lease_s", b"lease_s", "request_id", b"request_id", "sources", b"sources", "tail_hash", b"tail_hash", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -409,7 +409,7 @@ class LeaseRequest(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
-    SOURCE_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
     HAS_TAIL_FIELD_NUMBER: _builtins.int
     FETCH_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -428,8 +428,8 @@ class LeaseRequest(_message.Message):
         """... or by name"""
 
     @_builtins.property
-    def source(self) -> Global___Node:
-        """`slots` are those of this other node, or blocks that `hashes` names may be there"""
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___Node]:
+        """`slots` are those of the first of these other nodes, or blocks that `hashes` names may be there"""
 
     def __init__(
         self,
@@ -439,13 +439,13 @@ class LeaseRequest(_message.Message):
         slots: _abc.Iterable[Global___Slot] | None = ...,
         hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         lease_s: _builtins.float = ...,
-        source: Global___Node | None = ...,
+        sources: _abc.Iterable[Global___Node] | None = ...,
         has_tail: _builtins.bool = ...,
         fetch_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch_s", b"fetch_s", "has_tail", b"has_tail", "hashes", b"hashes", "holder", b"holder", "lease_s", b"lease_s", "request_id", b"request_id", "slots", b"slots", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch_s", b"fetch_s", "has_tail", b"has_tail", "hashes", b"hashes", "holder", b"holder", "lease_s", b"lease_s", "request_id", b"request_id", "slots", b"slots", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -851,6 +851,15 @@ class NodeStatus(_message.Message):
     SSD_CODEC_FIELD_NUMBER: _builtins.int
     SSD_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     SSD_REFUSED_FIELD_NUMBER: _builtins.int
+    ASKED_BLOCKS_FIELD_NUMBER: _builtins.int
+    HIT_DRAM_BLOCKS_FIELD_NUMBER: _builtins.int
+    FOLLOWED_BLOCKS_FIELD_NUMBER: _builtins.int
+    CORRUPT_FIELD_NUMBER: _builtins.int
+    SSD_EVICTIONS_FIELD_NUMBER: _builtins.int
+    SSD_WRITTEN_BYTES_FIELD_NUMBER: _builtins.int
+    SSD_READ_BYTES_FIELD_NUMBER: _builtins.int
+    SSD_FULL_FIELD_NUMBER: _builtins.int
+    SSD_FAILED_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     slots: _builtins.int
     free: _builtins.int
@@ -881,6 +890,21 @@ class NodeStatus(_message.Message):
     """of a block's file"""
     ssd_refused: _builtins.int
     """blocks that the codec could not keep"""
+    asked_blocks: _builtins.int
+    """full blocks of prompts that this node's workers asked for,"""
+    hit_dram_blocks: _builtins.int
+    """and how many of them were in the arena already"""
+    followed_blocks: _builtins.int
+    """of fetched_peer_blocks: hand-offs from the node that prefilled, no reuse"""
+    corrupt: _builtins.int
+    """of dropped: did not verify"""
+    ssd_evictions: _builtins.int
+    ssd_written_bytes: _builtins.int
+    ssd_read_bytes: _builtins.int
+    ssd_full: _builtins.int
+    """writes that found no room on the disk"""
+    ssd_failed: _builtins.int
+    """writes that the disk failed"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -911,10 +935,19 @@ class NodeStatus(_message.Message):
         ssd_codec: _builtins.str = ...,
         ssd_block_bytes: _builtins.int = ...,
         ssd_refused: _builtins.int = ...,
+        asked_blocks: _builtins.int = ...,
+        hit_dram_blocks: _builtins.int = ...,
+        followed_blocks: _builtins.int = ...,
+        corrupt: _builtins.int = ...,
+        ssd_evictions: _builtins.int = ...,
+        ssd_written_bytes: _builtins.int = ...,
+        ssd_read_bytes: _builtins.int = ...,
+        ssd_full: _builtins.int = ...,
+        ssd_failed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "committed", b"committed", "draining", b"draining", "dropped", b"dropped", "evictions", b"evictions", "fetch_failed_blocks", b"fetch_failed_blocks", "fetched_peer_blocks", b"fetched_peer_blocks", "fetched_ssd_blocks", b"fetched_ssd_blocks", "filling", b"filling", "free", b"free", "leased", b"leased", "leases", b"leases", "leases_expired", b"leases_expired", "neighbours", b"neighbours", "node_id", b"node_id", "rejected_segments", b"rejected_segments", "slots", b"slots", "ssd_block_bytes", b"ssd_block_bytes", "ssd_blocks", b"ssd_blocks", "ssd_codec", b"ssd_codec", "ssd_corrupt", b"ssd_corrupt", "ssd_refused", b"ssd_refused", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_blocks", b"asked_blocks", "block_bytes", b"block_bytes", "committed", b"committed", "corrupt", b"corrupt", "draining", b"draining", "dropped", b"dropped", "evictions", b"evictions", "fetch_failed_blocks", b"fetch_failed_blocks", "fetched_peer_blocks", b"fetched_peer_blocks", "fetched_ssd_blocks", b"fetched_ssd_blocks", "filling", b"filling", "followed_blocks", b"followed_blocks", "free", b"free", "hit_dram_blocks", b"hit_dram_blocks", "leased", b"leased", "leases", b"leases", "leases_expired", b"leases_expired", "neighbours", b"neighbours", "node_id", b"node_id", "rejected_segments", b"rejected_segments", "slots", b"slots", "ssd_block_bytes", b"ssd_block_bytes", "ssd_blocks", b"ssd_blocks", "ssd_codec", b"ssd_codec", "ssd_corrupt", b"ssd_corrupt", "ssd_evictions", b"ssd_evictions", "ssd_failed", b"ssd_failed", "ssd_full", b"ssd_full", "ssd_read_bytes", b"ssd_read_bytes", "ssd_refused", b"ssd_refused", "ssd_written_bytes", b"ssd_written_bytes", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -121,7 +121,7 @@ class KVNodeServicer:
 
     def Reserve(self, request, context):
         """Slots for a prompt: cached prefix, blocks to fill, tail. RESOURCE_EXHAUSTED when there is no room.
-        First brings the blocks of the prefix that this node lacks from its SSD and from `source`.
+        First brings the blocks of the prefix that this node lacks from its SSD and from `sources`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -41,7 +41,7 @@ class KVNodeStub:
     """
     Reserve: _grpc.UnaryUnaryMultiCallable[_kv_pb2.ReserveRequest, _kv_pb2.SlotList]
     """Slots for a prompt: cached prefix, blocks to fill, tail. RESOURCE_EXHAUSTED when there is no room.
-    First brings the blocks of the prefix that this node lacks from its SSD and from `source`.
+    First brings the blocks of the prefix that this node lacks from its SSD and from `sources`.
     """
     Commit: _grpc.UnaryUnaryMultiCallable[_kv_pb2.Holding, _kv_pb2.CommitReply]
     """What the request was filling is complete. FAILED_PRECONDITION when fenced or incomplete."""
@@ -78,7 +78,7 @@ class KVNodeAsyncStub(KVNodeStub):
     """
     Reserve: _aio.UnaryUnaryMultiCallable[_kv_pb2.ReserveRequest, _kv_pb2.SlotList]  # type: ignore[assignment]
     """Slots for a prompt: cached prefix, blocks to fill, tail. RESOURCE_EXHAUSTED when there is no room.
-    First brings the blocks of the prefix that this node lacks from its SSD and from `source`.
+    First brings the blocks of the prefix that this node lacks from its SSD and from `sources`.
     """
     Commit: _aio.UnaryUnaryMultiCallable[_kv_pb2.Holding, _kv_pb2.CommitReply]  # type: ignore[assignment]
     """What the request was filling is complete. FAILED_PRECONDITION when fenced or incomplete."""
@@ -130,7 +130,7 @@ class KVNodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kv_pb2.SlotList, _abc.Awaitable[_kv_pb2.SlotList]]:
         """Slots for a prompt: cached prefix, blocks to fill, tail. RESOURCE_EXHAUSTED when there is no room.
-        First brings the blocks of the prefix that this node lacks from its SSD and from `source`.
+        First brings the blocks of the prefix that this node lacks from its SSD and from `sources`.
         """
 
     @_abc_1.abstractmethod

@@ -9,6 +9,7 @@ Whatever goes wrong at the source is progress (`Failed`, `Lost`), not an excepti
 another source (`read_from`), and what nobody has is computed.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -17,6 +18,8 @@ from typing import Protocol, TypeAlias
 
 from kvstore.core.blocks import RequestId
 from kvstore.core.slots import SlotRef
+
+_STALLED_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +75,22 @@ class Link(Protocol):
 async def read_from(
     links: Sequence[Link], request: RequestId, blocks: Sequence[SlotRef], follow: bool, deadline_s: float
 ) -> AsyncGenerator[Progress, None]:
-    """Reads from the first link, and what is then missing from the next: a source that dies is replaced.
+    """Reads from the first link, and what is then missing from the next: a source that dies or hangs is replaced.
 
-    A block is `Failed` when the last source has failed it; `Lost` is not reported.
+    A block is `Failed` when the last source has failed it; `Lost` is not reported. A source from which nothing comes for
+    two seconds while there is another one is left; not so where `follow` has it wait for its own writer.
     """
     missing = list(range(len(blocks)))
     reasons: dict[int, str] = {}
-    for link in links:
+    for number, link in enumerate(links, 1):
+        patience_s = _STALLED_S if number < len(links) and not follow else None
         if not missing or time.monotonic() >= deadline_s:
             break
         asked, lost = missing, ""
         complete: set[int] = set()
         reasons = {}
         async with aclosing(link.read(request, [blocks[i] for i in asked], follow, deadline_s)) as progress:
-            async for step in progress:
+            async for step in _while_it_comes(progress, patience_s):
                 match step:
                     case Arrived(block, segments):
                         yield Arrived(asked[block], segments)
@@ -100,3 +105,19 @@ async def read_from(
         reasons = {block: reasons.get(block) or lost for block in missing}
     for block in missing:
         yield Failed(block, reasons.get(block) or "there is no source, or no time")
+
+
+async def _while_it_comes(
+    progress: AsyncGenerator[Progress, None], patience_s: float | None
+) -> AsyncGenerator[Progress, None]:
+    """The same progress, which ends in `Lost` when there is none for so long."""
+    while True:
+        try:
+            async with asyncio.timeout(patience_s):
+                step = await anext(progress)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            yield Lost(f"nothing came for {patience_s} s")
+            return
+        yield step

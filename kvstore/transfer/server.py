@@ -14,8 +14,11 @@ OPTIONS = [
     ("grpc.max_receive_message_length", _MESSAGE_BYTES_MAX),
     # A process that comes back is found at once: gRPC's own back-off grows to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    (
+        "grpc.min_reconnect_backoff_ms",
+        5000,
+    ),  # whatever its name says: how long a connection may take to be made
 ]
 
 

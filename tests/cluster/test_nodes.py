@@ -1,6 +1,9 @@
 """Several KV nodes: KV follows its request from node to node, and blocks are found wherever they are."""
 
 import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +12,10 @@ import grpc
 import pytest
 
 from cluster.control.pool import inspect
+from cluster.core.commands import Place
+from cluster.core.events import Aborted, Arrive
+from cluster.core.state import TenantId
+from kvstore.core.blocks import BlockHash, RequestId
 from kvstore.transfer import kv_pb2 as pb
 from kvstore.transfer.kv_pb2_grpc import KVNodeStub
 from kvstore.transfer.server import channel_to
@@ -40,7 +47,7 @@ async def test_the_decode_node_reads_the_prompt_from_the_prefill_node(start: Sta
     await cluster.answered_right(prompt(tokens))
     assert cluster.computed("decode") == 1, "only the last prompt token is computed by the decode engine"
     there = await status(cluster.nodes[1])
-    assert there.fetched_peer_blocks == -(-tokens // BLOCK)
+    assert there.fetched_peer_blocks == there.followed_blocks == -(-tokens // BLOCK)
     assert there.committed == tokens // BLOCK, "the tail is private and goes with its request"
 
 
@@ -82,7 +89,9 @@ async def test_blocks_that_left_dram_come_from_the_ssd(start: Start, tmp_path: P
     computed = cluster.computed("prefill")
     await cluster.answered_right(first)
     assert cluster.computed("prefill") - computed == 1
-    assert (await status(cluster.node)).fetched_ssd_blocks >= 7, "as many as had left DRAM"
+    now = await status(cluster.node)
+    assert now.fetched_ssd_blocks >= 7, "as many as had left DRAM"
+    assert (now.asked_blocks, now.hit_dram_blocks + now.fetched_ssd_blocks) == (3 * 8, 8)
 
 
 async def test_blocks_come_from_the_ssd_of_another_node(start: Start, tmp_path: Path) -> None:
@@ -242,3 +251,56 @@ async def test_an_operator_sees_the_link_in_use_and_what_was_measured(start: Sta
     shown = await asyncio.to_thread(inspect, "node-1", cluster.address("node-1"), "")
     assert f"reads from {cluster.address('node-0')} by " in shown
     assert "inline 0." in shown
+
+
+@pytest.mark.parametrize("fault", ["gone", "hangs"])
+async def test_a_source_that_is_gone_or_hangs_is_replaced(start: Start, fault: str) -> None:
+    """The conductor names every node that has the blocks; the reading node asks the next where one does not answer."""
+    cluster = await start(decode=2, nodes=3, save_generated=False)
+    whole = prompt(6 * BLOCK)
+    await cluster.answered_right(whole)
+    await cluster.settled()
+    names = await held(cluster.nodes[0])
+
+    async def known() -> bool:
+        return [await known_blocks(cluster, node) for node in range(3)] == [6, 6, 0]
+
+    await until(known, "the conductor knows of both")
+    arrival = Arrive(
+        request=RequestId("another"),
+        attempt=1,
+        tenant=TenantId("t"),
+        chain=tuple(BlockHash(name) for name in names),
+        tokens=len(whole),
+        max_new_tokens=1,
+    )
+    decided = await cluster.driver.decide(arrival)
+    cluster.driver.report(Aborted(request=arrival.request))
+    assert sorted(source.id for source in decided.sources) == ["node-0", "node-1"]
+    assert isinstance(decided.command, Place)
+    assert decided.sources[0].id == decided.command.source
+
+    address = cluster.address("other")
+    sources = [
+        pb.Node(node_id="node-9", address=address),
+        pb.Node(node_id="node-1", address=cluster.address("node-1")),
+    ]
+    asked = pb.LeaseRequest(
+        request_id="r", holder="reader", hashes=names, lease_s=5.0, sources=sources, fetch_s=20.0
+    )
+    async with AsyncExitStack() as there:
+        if fault == "hangs":
+            there.enter_context(listening(address.removeprefix("unix:")))
+        leased: pb.SlotList = await cluster.nodes[2].Lease(asked, timeout=20.0)
+    await cluster.nodes[2].Release(pb.Holding(request_id="r", holder="reader"))
+    assert [(slot.hash, slot.filled) for slot in leased.slots] == [(name, True) for name in names]
+    assert (await status(cluster.nodes[2])).fetched_peer_blocks == 6
+
+
+@contextmanager
+def listening(path: str) -> Iterator[None]:
+    """Something there takes connections and says nothing."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        yield

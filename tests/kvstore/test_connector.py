@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, example, given, settings
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from kvstore.core.blocks import BlockHash, KVLayout, RequestId
-from kvstore.engine.connector import LoadJob, LoadReports, PageSave, StepMetadata, _Scheduler, _Worker
+from kvstore.engine.connector import LoadReports, PageSave, StepMetadata, _Scheduler, _Worker
+from kvstore.engine.loading import LoadJob
 from kvstore.engine.plan import KVPlan, LoadReport, PlannedBlock
 from kvstore.tiers.dram import Arena, ArenaShape
 
