@@ -59,7 +59,7 @@ def judge(view: View, request: Arrive, ranked: Sequence[Candidate]) -> Admit | R
     slo = _asked_now(request.slo, view.config.overload)
     explained = tuple(ranked[: view.config.explained_max])
     for position, candidate in enumerate(ranked):
-        if _missed(candidate, slo) is None:
+        if _missed(candidate, slo, view.config.overload) is None:
             others = [other for other in ranked[:2] if other is not candidate]
             return Admit(
                 chosen=candidate,
@@ -71,7 +71,7 @@ def judge(view: View, request: Arrive, ranked: Sequence[Candidate]) -> Admit | R
                 ),
             )
     best = ranked[0]
-    limit = _missed(best, slo)
+    limit = _missed(best, slo, view.config.overload)
     assert limit is not None
     explanation = Explanation(policy=view.config.policy, candidates=explained, limit=limit)
     seconds = _ttft_over_s(best, limit) if limit.term == "ttft_s" else _tbt_over_s(view, best, limit)
@@ -80,30 +80,32 @@ def judge(view: View, request: Arrive, ranked: Sequence[Candidate]) -> Admit | R
     return _retry(view, request, seconds, limit.term, explanation)
 
 
-def line(view: View, request: Arrive, ahead_s: float, best: Candidate) -> RetryAfter | Reject | None:
-    """Whether a request may stand in the line: refused where it would miss its SLO with `ahead_s` of it to wait.
+def line(
+    view: View, request: Arrive, ahead_s: float, wait_s_max: float, best: Candidate
+) -> RetryAfter | Reject | None:
+    """Whether a request may stand in the line: refused where it would wait `ahead_s`, and may only `wait_s_max`.
 
     `best` is what it would cost on an idle cluster.
     """
     slo = _asked_now(request.slo, view.config.overload)
-    alone = _missed(best, slo)
+    alone = _missed(best, slo, view.config.overload)
     if alone is not None:
         why = Explanation(policy=view.config.policy, candidates=(best,), limit=alone)
         return _reject(request, f"{alone.term} would be missed on an idle cluster too", why)
-    expected_s = ahead_s + best.cost.ttft_s
-    if slo.ttft_s is None or expected_s <= slo.ttft_s:
+    if ahead_s <= wait_s_max:
         return None
-    limit = Limit(term="ttft_s", predicted=expected_s, allowed=slo.ttft_s)
-    why = Explanation(policy=view.config.policy, candidates=(best,), limit=limit)
-    return _retry(view, request, expected_s - slo.ttft_s, limit.term, why)
+    why = Explanation(policy=view.config.policy, candidates=(best,), limit=_waits(ahead_s, wait_s_max))
+    return _retry(view, request, ahead_s - wait_s_max, "queue_s", why)
 
 
 def waited(view: View, request: Arrive, waited_s: float) -> RetryAfter:
-    """A request has waited for so long that it would miss its SLO on an idle cluster too. Shorter ones went first."""
-    assert request.slo.ttft_s is not None, "nothing to miss"
-    limit = Limit(term="ttft_s", predicted=waited_s, allowed=request.slo.ttft_s)
-    why = Explanation(policy=view.config.policy, limit=limit)
-    return _retry(view, request, waited_s, limit.term, why)
+    """A request has waited as long as it may. Shorter ones went first."""
+    why = Explanation(policy=view.config.policy, limit=_waits(waited_s, waited_s))
+    return _retry(view, request, waited_s, "queue_s", why)
+
+
+def _waits(predicted_s: float, allowed_s: float) -> Limit:
+    return Limit(term="queue_s", predicted=predicted_s, allowed=allowed_s)
 
 
 def _asked_now(slo: Slo, overload: Overload) -> Slo:
@@ -116,10 +118,13 @@ def _asked_now(slo: Slo, overload: Overload) -> Slo:
             return slo
 
 
-def _missed(candidate: Candidate, slo: Slo) -> Limit | None:
+def _missed(candidate: Candidate, slo: Slo, overload: Overload) -> Limit | None:
+    """Mooncake's time to first token ends with the prefill: its modes do not see a wait for the decode worker."""
     cost = candidate.cost
-    if slo.ttft_s is not None and cost.ttft_s > slo.ttft_s:
-        return Limit(term="ttft_s", predicted=cost.ttft_s, allowed=slo.ttft_s)
+    sees_wait = overload in (Overload.RESERVED, Overload.OFF)
+    ttft_s = cost.ttft_s if sees_wait else cost.ttft_s - cost.decode_wait_s
+    if slo.ttft_s is not None and ttft_s > slo.ttft_s:
+        return Limit(term="ttft_s", predicted=ttft_s, allowed=slo.ttft_s)
     if slo.tbt_s is not None and cost.tbt_s > slo.tbt_s:
         return Limit(term="tbt_s", predicted=cost.tbt_s, allowed=slo.tbt_s)
     return None

@@ -10,7 +10,7 @@ Rules.
 - The conductor decides, the gateway owns: an `Abort` says that an attempt is over, what follows is a fresh `Arrive`.
 
 A policy with an order binds late: requests wait in one line, smallest first, until a way is free for one of them, or
-until their SLO could not be kept any more on an idle cluster; then the answer comes with a later event. The first few of
+until they have waited as long as the policy lets them; then the answer comes with a later event. The first few of
 the line are tried, so that one that fits nowhere now holds up nobody.
 
 A placement's life.  Its prefill counts in the prefill worker's queue until `PrefillFinished`; its KV counts in the
@@ -24,14 +24,17 @@ decode worker from the start, since that room is spoken for.  Both end with the 
 from __future__ import annotations
 
 from bisect import bisect, bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from heapq import heappop, heappush
+from itertools import takewhile
 from typing import Any, assert_never
 
 from cluster.core.admission import Admit, gate, judge, line, waited
 from cluster.core.commands import (
     Abort,
+    Candidate,
     Command,
     Explanation,
     Place,
@@ -65,7 +68,7 @@ from cluster.core.events import (
 from cluster.core.policies import policy
 from cluster.core.routing import Chance, idle, needs_prefill
 from cluster.core.state import ConductorConfig, Overload, Role, Slo, Stream, View, Worker
-from kvstore.core.blocks import NodeId, RequestId, WorkerId
+from kvstore.core.blocks import BlockHash, NodeId, RequestId, WorkerId
 from kvstore.core.prefix_index import PrefixIndex
 
 
@@ -88,18 +91,23 @@ class Flight:
     placed_s: float
     computes: WorkerId | None
     stage: Stage
+    new_blocks: tuple[BlockHash, ...] = ()
     step_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
 class Waiting:
-    """A request in the line: its place there, what it would take on an idle cluster, when it is too late for it."""
+    """A request in the line: its place there, what it would take on an idle cluster, until when it may wait.
+
+    `cached` of its first blocks are somewhere in the pool; the next one is the first that has to be computed.
+    """
 
     event: Arrive
     arrived_s: float
     key: tuple[float, RequestId]
     compute_s: float
     too_late_s: float
+    cached: int
 
 
 LINE_TRIED = 8
@@ -120,6 +128,10 @@ class Conductor:
         self._flights: dict[RequestId, Flight] = {}
         self._waiting: dict[RequestId, Waiting] = {}
         self._line: list[tuple[float, RequestId]] = []
+        self._wanting: dict[
+            BlockHash, dict[RequestId, None]
+        ] = {}  # who waits, by the first block to be computed
+        self._computing: dict[BlockHash, int] = {}  # blocks of prompts that are placed and not computed yet
         self._too_late: list[
             tuple[float, RequestId]
         ] = []  # a heap; of who waits no more, entries stay till then
@@ -170,7 +182,7 @@ class Conductor:
             case Aborted():
                 return self._aborted(event)
             case BlockStored():
-                return self._seen(event.node, self._stored(event))
+                return self._stored(event)
             case BlockRemoved():
                 return self._seen(event.node, self.index.removed(event.node, event.hashes, event.sequence))
             case NodeSnapshot():
@@ -241,26 +253,61 @@ class Conductor:
     # -- the line
 
     def _line_up(self, view: View, event: Arrive) -> RetryAfter | Reject | None:
-        assert self._policy.order is not None, "a policy that binds at once"
-        best = idle(view, event, self._policy.at_decode)
-        compute_s = best.cost.prefill_s
-        key = (self._policy.order(compute_s, self._now_s), event.request)
-        ahead = self._line[: bisect(self._line, key)]
+        waiting, best = self._standing(view, event, self._now_s)
+        ahead = self._line[: bisect(self._line, waiting.key)]
         computing = [*view.prefill, *view.decode] if self._policy.at_decode else list(view.prefill)
         ahead_s = sum(self._waiting[request].compute_s for _, request in ahead)
         ahead_s += sum(worker.queue_s(self._now_s) for worker in computing)
-        refusal = line(view, event, ahead_s / len(computing), best)
+        refusal = line(view, event, ahead_s / len(computing), waiting.too_late_s - self._now_s, best)
         if refusal is not None:
             self._doubt(refusal.explanation)
             return refusal
-        limit_s = None if self.config.overload is Overload.OFF else event.slo.ttft_s
-        too_late_s = self._now_s + limit_s - best.cost.ttft_s if limit_s is not None else float("inf")
-        self._waiting[event.request] = Waiting(
-            event=event, arrived_s=self._now_s, key=key, compute_s=compute_s, too_late_s=too_late_s
-        )
-        insort(self._line, key)
-        heappush(self._too_late, (too_late_s, event.request))
+        self._stand(waiting)
         return None
+
+    def _standing(self, view: View, event: Arrive, arrived_s: float) -> tuple[Waiting, Candidate]:
+        """Where the request stands by what the pool holds now; and what it would cost on an idle cluster."""
+        assert self._policy.order is not None, "a policy that binds at once"
+        best = idle(view, event, self._policy.at_decode)
+        compute_s = best.cost.prefill_s
+        limit_s = None if self.config.overload is Overload.OFF else event.slo.ttft_s
+        waiting = Waiting(
+            event=event,
+            arrived_s=arrived_s,
+            key=(self._policy.order(compute_s, arrived_s), event.request),
+            compute_s=compute_s,
+            too_late_s=arrived_s + self._policy.wait_s(max(0.0, limit_s - best.cost.ttft_s))
+            if limit_s is not None
+            else float("inf"),
+            cached=max((held.blocks for held in view.held.values()), default=0),
+        )
+        return waiting, best
+
+    def _stand(self, waiting: Waiting) -> None:
+        request, chain = waiting.event.request, waiting.event.chain
+        self._waiting[request] = waiting
+        insort(self._line, waiting.key)
+        heappush(self._too_late, (waiting.too_late_s, request))
+        if waiting.cached < len(chain):
+            self._wanting.setdefault(chain[waiting.cached], {})[request] = None
+
+    def _came(self, blocks: Sequence[BlockHash]) -> None:
+        """Who waits and has less to compute now stands further in front."""
+        wanted = [request for block in blocks if block in self._wanting for request in self._wanting[block]]
+        for request in wanted:
+            before = self._leave_line(request)
+            assert before is not None, f"{request} wants a block and does not wait"
+            view = self._view(before.event)
+            if view.decode and (view.prefill or self._policy.at_decode):
+                self._stand(self._standing(view, before.event, before.arrived_s)[0])
+            else:
+                self._stand(before)
+
+    def _comes(self, waiting: Waiting) -> bool:
+        """Is most of what it would compute being computed for another?"""
+        new = waiting.event.chain[waiting.cached :]
+        shared = sum(1 for _ in takewhile(self._computing.__contains__, new))
+        return 2 * shared > len(new)
 
     def _bind(self) -> list[Command]:
         """Place whom there is a free way for, the first of the line first."""
@@ -268,7 +315,7 @@ class Conductor:
         tried = 0
         while tried < min(LINE_TRIED, len(self._line)):
             waiting = self._waiting[self._line[tried][1]]
-            verdict = self._try(waiting)
+            verdict = None if self._comes(waiting) else self._try(waiting)
             if verdict is None:
                 tried += 1
                 continue
@@ -300,10 +347,15 @@ class Conductor:
         waiting = self._waiting.pop(request, None)
         if waiting is not None:
             del self._line[bisect_left(self._line, waiting.key)]
+            if waiting.cached < len(waiting.event.chain):
+                block = waiting.event.chain[waiting.cached]
+                del self._wanting[block][request]
+                if not self._wanting[block]:
+                    del self._wanting[block]
         return waiting
 
     def _given_up(self) -> list[Command]:
-        """Who waited until even an idle cluster would be too late."""
+        """Who has waited as long as the policy lets them."""
         commands: list[Command] = []
         while self._too_late and self._too_late[0][0] <= self._now_s:
             too_late_s, request = heappop(self._too_late)
@@ -372,7 +424,10 @@ class Conductor:
             placed_s=self._now_s,
             computes=computes,
             stage=Stage.HANDING_OFF if computes is None else Stage.QUEUED,
+            new_blocks=event.chain[chosen.cached_tokens // self.config.block_tokens :],
         )
+        for block in self._flights[event.request].new_blocks:
+            self._computing[block] = self._computing.get(block, 0) + 1
         return place
 
     # -- following what was placed
@@ -434,10 +489,20 @@ class Conductor:
             return []
         flight.stage = Stage.HANDING_OFF
         worker = self._workers[flight.computes]
-        worker.computed(event.request)
+        self._prompt_over(flight)
         predicted_s = prefill_s(worker.coefficients, event.cached_tokens, event.computed_tokens)
         worker.fit = worker.fit.observe(predicted_s, event.observed_s)
         return self._judge_again(flight)
+
+    def _prompt_over(self, flight: Flight) -> None:
+        """Computed or not, its worker has it no more."""
+        for block in flight.new_blocks:
+            self._computing[block] -= 1
+            if not self._computing[block]:
+                del self._computing[block]
+        flight.new_blocks = ()
+        if flight.computes in self._workers:
+            self._workers[flight.computes].computed(flight.place.request)
 
     def _judge_again(self, flight: Flight) -> list[Command]:
         """Mooncake's modes of overload look at the decode worker once more before it gets the request."""
@@ -461,8 +526,7 @@ class Conductor:
         worker = self._workers[flight.place.decode]
         worker.streams[flight.place.request].since_s = self._now_s
         flight.step_s = self._uncorrected_step_s(worker)
-        if flight.computes in self._workers:
-            self._workers[flight.computes].computed(flight.place.request)
+        self._prompt_over(flight)
 
     def _finished(self, flight: Flight, event: Finished) -> None:
         """Learn from the answer. Its batch changed while it ran: the mean of both ends stands for what it saw."""
@@ -491,8 +555,7 @@ class Conductor:
         if flight is None:
             return False
         self._workers[flight.place.decode].release(request)
-        if flight.computes in self._workers:
-            self._workers[flight.computes].release(request)
+        self._prompt_over(flight)
         return True
 
     # -- members
@@ -531,8 +594,11 @@ class Conductor:
 
     # -- the copy of the truth, and time
 
-    def _stored(self, event: BlockStored) -> bool:
-        return self.index.stored(event.node, event.hashes, event.sequence, event.tier)
+    def _stored(self, event: BlockStored) -> list[Command]:
+        complete = self.index.stored(event.node, event.hashes, event.sequence, event.tier)
+        if self._wanting:
+            self._came(event.hashes)
+        return self._seen(event.node, complete)
 
     def _seen(self, node: NodeId, complete: bool) -> list[Command]:
         if complete:
@@ -596,6 +662,14 @@ class Conductor:
         assert self._line == sorted(waiting.key for waiting in self._waiting.values()), (
             "the line is not who waits"
         )
+        computing: dict[BlockHash, int] = {}
+        for flight in self._flights.values():
+            for block in flight.new_blocks:
+                computing[block] = computing.get(block, 0) + 1
+        assert computing == self._computing, "what is being computed is not what was placed"
+        wanting = {request for requests in self._wanting.values() for request in requests}
+        wants = {one for one, w in self._waiting.items() if w.cached < len(w.event.chain)}
+        assert wanting == wants, "who wants a block is not who waits"
         assert not self._waiting.keys() & self._flights.keys(), "a request waits that was placed"
         placed_s = [flight.placed_s for flight in self._flights.values()]
         assert placed_s == sorted(placed_s), "flights are not in order of placement"

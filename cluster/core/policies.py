@@ -45,18 +45,20 @@ class Policy:
 
     With `order` requests wait in one line, smallest first, until `rank` has a way for the first of them that is free
     now; without, each is bound to workers as it comes. It is a function of (seconds to compute, arrival, options).
+    `wait_s` says how long, of (seconds that its limit leaves it on an idle cluster, options).
     `busy` says of (workers, options) that there can be no way for anybody, so that nobody need be tried.
     """
 
     rank: Rank
     at_decode: bool = False
     order: Callable[..., float] | None = None
+    wait_s: Callable[..., float] = lambda slack_s: slack_s
     busy: Callable[..., bool] = lambda workers: False
 
     @property
     def options(self) -> dict[str, float]:
         """By name, with their defaults."""
-        functions = (self.rank, self.busy, *(() if self.order is None else (self.order,)))
+        functions = (self.rank, self.wait_s, self.busy, *(() if self.order is None else (self.order,)))
         return {name: default for function in functions for name, default in _options(function).items()}
 
 
@@ -79,7 +81,7 @@ def policy(name: str, options: Mapping[str, float]) -> Policy:
         return partial(function, **{name: options[name] for name in options if name in _options(function)})
 
     order = bound(chosen.order) if chosen.order is not None else None
-    return Policy(bound(chosen.rank), chosen.at_decode, order, bound(chosen.busy))
+    return Policy(bound(chosen.rank), chosen.at_decode, order, bound(chosen.wait_s), bound(chosen.busy))
 
 
 # -- ours -----------------------------------------------------------------------------------------------------------
@@ -144,9 +146,17 @@ KV_SHARE_MAX = 0.95
 """Of a decode worker's KV that is promised: answers may be longer than expected."""
 
 
-def shortest_first(compute_s: float, arrived_s: float, *, ageing: float = 0.02) -> float:
-    """Least to compute first; a second of waiting is worth `ageing` seconds of it, so that nobody waits for ever."""
+def shortest_first(compute_s: float, arrived_s: float, *, ageing: float = 0.5) -> float:
+    """Least to compute first; a second of waiting is worth `ageing` seconds of it, so that nobody waits for ever.
+
+    Too little ageing serves the short ones only, and long prompts that many others begin with are never cached.
+    """
     return compute_s + ageing * arrived_s
+
+
+def patient(slack_s: float, *, patience: float = 0.3) -> float:
+    """A share of it: a longer line serves no more, only later, and a refusal is worth more early."""
+    return patience * slack_s
 
 
 def _takes_a_stream(view: View, worker: Worker, request: Arrive) -> bool:
@@ -291,7 +301,7 @@ def llm_d(
 
 POLICIES: dict[str, Policy] = {
     "load": Policy(load),
-    "moonpool": Policy(moonpool, at_decode=True, order=shortest_first, busy=all_busy),
+    "moonpool": Policy(moonpool, at_decode=True, order=shortest_first, wait_s=patient, busy=all_busy),
     "random": Policy(random),
     "round_robin": Policy(round_robin),
     "load_balance": Policy(load_balance),

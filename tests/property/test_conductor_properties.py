@@ -229,7 +229,7 @@ def judged(answer: Place | RetryAfter | Reject, request: Arrive) -> None:
         sane(candidate, request)
     if not isinstance(answer, Place):
         assert why.chosen is None
-        assert why.limit is None or why.limit.predicted > why.limit.allowed
+        assert why.limit is None or why.limit.predicted >= why.limit.allowed
         assert (
             not isinstance(answer, RetryAfter) or CONFIG.retry_s_min <= answer.seconds <= CONFIG.retry_s_max
         )
