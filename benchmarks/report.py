@@ -61,6 +61,14 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class NotMeasured:
+    """A figure that could not be taken here, and why: neither a pass nor a failure."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Setting:
     """What the figures depend on beside the code: `load` is the machine's load average over a minute at the start."""
 
@@ -92,21 +100,29 @@ class Report:
     benchmark: str
     setting: Setting
     rows: tuple[Row, ...]
+    not_measured: tuple[NotMeasured, ...] = ()
 
     @property
     def passes(self) -> bool:
+        """Does every figure that was taken meet its bar?"""
         return all(row.passes for row in self.rows)
 
     def write(self, path: Path) -> None:
         rows = [row.to_json() for row in self.rows]
-        content = {"benchmark": self.benchmark, "setting": asdict(self.setting), "rows": rows}
+        content = {
+            "benchmark": self.benchmark,
+            "setting": asdict(self.setting),
+            "rows": rows,
+            "not_measured": [asdict(one) for one in self.not_measured],
+        }
         path.write_text(json.dumps(content, indent=2) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> "Report":
         content = json.loads(path.read_text())
         rows = tuple(Row.from_json(row) for row in content["rows"])
-        return cls(content["benchmark"], Setting(**content["setting"]), rows)
+        not_measured = tuple(NotMeasured(**one) for one in content["not_measured"])
+        return cls(content["benchmark"], Setting(**content["setting"]), rows, not_measured)
 
 
 def show(reports: Sequence[Report], console: Console) -> None:
@@ -132,10 +148,14 @@ def show(reports: Sequence[Report], console: Console) -> None:
             verdict = "[green]pass[/]" if row.passes else "[bold red]FAIL[/]"
             value, bar = f"{row.value:.3g} {row.unit}", f"{row.op} {row.bar:g}"
             table.add_row(row.name, value, bar, f"{row.bound:.2g}", str(len(row.samples)), verdict)
+        for one in report.not_measured:
+            table.add_row(one.name, "", "", "", "0", "[yellow]not measured[/]")
     console.print(table)
     for report in reports:
         for row in report.rows:
             console.print(f"bound of {row.name}: {row.why}", style="dim", highlight=False)
+        for one in report.not_measured:
+            console.print(f"{one.name}: {one.reason}", style="dim", highlight=False)
 
 
 def _cpu() -> str:

@@ -1,13 +1,15 @@
 """The arithmetic of the benchmarks' rows: a figure that misses its bar must never read as one that meets it."""
 
+import io
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from benchmarks.handoff import decode_rate
-from benchmarks.report import Report, Row, Setting
+from benchmarks.report import NotMeasured, Report, Row, Setting, show
 
 ROW = Row(
     name="ratio", value=0.9, unit="×", op=">=", bar=0.9, bound=1.0, why="because", samples=({"ratio": 0.9},)
@@ -51,6 +53,20 @@ def test_a_report_survives_its_file_and_its_verdict_is_reached_anew(tmp_path: Pa
 def test_one_missed_bar_fails_the_report() -> None:
     assert Report("b", SETTING, (ROW, ROW)).passes
     assert not Report("b", SETTING, (ROW, replace(ROW, value=0.1))).passes
+
+
+def test_what_was_not_measured_neither_passes_nor_fails_and_says_why(tmp_path: Path) -> None:
+    missing = NotMeasured("link / peer", "the peer is not installed")
+    report = Report("b", SETTING, (ROW,), (missing,))
+    report.write(tmp_path / "rows.json")
+    assert Report.read(tmp_path / "rows.json") == report
+    assert report.passes
+    assert not Report("b", SETTING, (replace(ROW, value=0.1),), (missing,)).passes
+    shown = io.StringIO()
+    show([report], Console(file=shown, width=120))
+    [line] = [line for line in shown.getvalue().splitlines() if "not measured" in line]
+    assert "link / peer" in line
+    assert "link / peer: the peer is not installed" in shown.getvalue()
 
 
 def test_the_decode_window_opens_with_the_last_first_token_and_closes_with_the_first_end() -> None:

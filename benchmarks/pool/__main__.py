@@ -3,15 +3,15 @@
 import argparse
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from benchmarks.pool import codecs, index, links, local, reuse, ssd
-from benchmarks.report import Report, Row, Setting, show
+from benchmarks.report import NotMeasured, Report, Row, Setting, show
 
-TOPICS: dict[str, Callable[[int], list[Row]]] = {
+TOPICS: dict[str, Callable[[int], Sequence[Row | NotMeasured]]] = {
     "index": index.rows,
     "local": local.rows,
     "ssd": ssd.rows,
@@ -29,8 +29,9 @@ def main() -> int:
     given = arguments.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     setting = Setting.here(given.seed, "two KV nodes on one machine, SmolLM2-135M-Instruct")
-    found = [row for topic in given.topics or TOPICS for row in TOPICS[topic](given.seed)]
-    report = Report("pool", setting, tuple(found))
+    found = [one for topic in given.topics or TOPICS for one in TOPICS[topic](given.seed)]
+    rows = tuple(one for one in found if isinstance(one, Row))
+    report = Report("pool", setting, rows, tuple(one for one in found if isinstance(one, NotMeasured)))
     if given.json is not None:
         report.write(given.json)
     show([report], Console())

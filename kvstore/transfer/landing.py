@@ -120,36 +120,44 @@ class Landing:
 
 
 async def landed(
-    landing: Landing, receive: Callable[[Callable[[Landed], None]], None], stop: Callable[[], None]
+    landing: Landing,
+    receive: Callable[[Callable[[Landed], None]], None],
+    stop: Callable[[], None],
+    beside: bool = True,
 ) -> AsyncGenerator[Progress, None]:
-    """Runs `receive(put)` in a thread, and in a second one verifies and seals what it puts, while more is coming.
+    """Runs `receive(put)` in a thread; what it puts is verified and sealed by a second one while more is coming, or,
+    without `beside`, by the first before `put` returns.
 
-    Both release the interpreter's lock in what takes time, so the event loop goes on. Raises what `receive` raises,
-    after all that it had put. `stop` makes it return soon; when this generator has ended, both threads have.
+    Hashing releases the interpreter's lock, so the event loop goes on. Raises what `receive` raises, after all that it
+    had put. `stop` makes it return soon; when this generator has ended, both threads have.
     """
     loop = asyncio.get_running_loop()
-    steps: asyncio.Queue[Progress | None] = asyncio.Queue()
+    steps: asyncio.Queue[list[Progress]] = asyncio.Queue()
     waiting: SimpleQueue[Landed | None] = SimpleQueue()
+
+    def take(one: Landed) -> None:
+        if taken := _taken(landing, one):  # an empty list is the end
+            loop.call_soon_threadsafe(steps.put_nowait, taken)
 
     def received() -> None:
         try:
-            receive(waiting.put)
+            receive(waiting.put if beside else take)
         finally:
             waiting.put(None)
 
     def verified() -> None:
         try:
             while (one := waiting.get()) is not None:
-                for step in _taken(landing, one):
-                    loop.call_soon_threadsafe(steps.put_nowait, step)
+                take(one)
         finally:
-            loop.call_soon_threadsafe(steps.put_nowait, None)
+            loop.call_soon_threadsafe(steps.put_nowait, [])
 
     threads = ThreadPoolExecutor(2, thread_name_prefix="landing")
     receiving, verifying = loop.run_in_executor(threads, received), loop.run_in_executor(threads, verified)
     try:
-        while (step := await steps.get()) is not None:
-            yield step
+        while arrived := await steps.get():
+            for step in arrived:
+                yield step
         await verifying
         await receiving
     finally:

@@ -6,6 +6,7 @@ finds no backend, the link is unavailable and the reason says so.
 """
 
 import asyncio
+import ctypes
 import importlib
 import logging
 import os
@@ -218,7 +219,8 @@ async def pull(
     telling = asyncio.ensure_future(_tell(replies, puller.sealed.put))
     telling.add_done_callback(lambda _: puller.end())
     try:
-        async with aclosing(landed(landing, puller.receive, puller.stop)) as steps:
+        # NIXL's calls keep the interpreter's lock while they copy: a second thread would only wait for it.
+        async with aclosing(landed(landing, puller.receive, puller.stop, beside=False)) as steps:
             async for step in steps:
                 yield step
         await telling
@@ -308,7 +310,7 @@ class _Puller:
         moves, source, layer = [], self._there.address + offset, one.layer
         for buffer in buffers:
             if layer in fresh:
-                moves.append((np.frombuffer(buffer, np.uint8).ctypes.data, source, buffer.nbytes))
+                moves.append((ctypes.addressof(ctypes.c_char.from_buffer(buffer)), source, buffer.nbytes))
             source += buffer.nbytes
             layer += buffer.nbytes // self._segment_bytes
         return _Placed(moves, Segments(one.block, fresh, sums[np.asarray(fresh, int) - one.layer]))

@@ -23,7 +23,7 @@ _OFFERED = SlotRef(slot=0, epoch=1, hash=_NAME, filled=True)
 
 def probe_layout(layout: KVLayout) -> KVLayout:
     """That of the probe beside an arena of this layout."""
-    layers = min(max(1, _BYTES // layout.segment_bytes), _LAYERS_MAX)
+    layers = min(max(1, _BYTES // (layout.shards * layout.segment_bytes)), _LAYERS_MAX)
     return dataclasses.replace(layout, layers=layers, packing=f"probe of {layout.packing}")
 
 

@@ -27,9 +27,15 @@ _LEASE_S = 1e9
 WRITER = WorkerId("writer")
 
 
-def layout_of(layers: int, page_bytes: int) -> KVLayout:
+def layout_of(layers: int, page_bytes: int, shards: int = 1) -> KVLayout:
     return KVLayout(
-        layers=layers, block_tokens=4, page_tokens=4, page_bytes=page_bytes, dtype="float32", packing="test"
+        layers=layers,
+        block_tokens=4,
+        page_tokens=4,
+        page_bytes=page_bytes,
+        dtype="float32",
+        packing="test",
+        shards=shards,
     )
 
 
@@ -38,7 +44,7 @@ def name_of(number: int) -> BlockHash:
 
 
 def bytes_of(layout: KVLayout, number: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    return np.random.default_rng(number).integers(0, 256, (layout.layers, layout.segment_bytes), np.uint8)
+    return np.random.default_rng(number).integers(0, 256, (layout.segments, layout.segment_bytes), np.uint8)
 
 
 class SourceNode(KVNodeServicer):

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.core.blocks import NodeId, RequestId
+from kvstore.core.blocks import KVLayout, NodeId, RequestId
 from kvstore.core.slots import SlotRef
 from kvstore.tiers.dram import Arena, ArenaShape
 from kvstore.transfer import choice
@@ -29,6 +29,7 @@ from tests.contract.test_links import memory_or_skip
 from tests.network import certificates, free_port
 
 LAYOUT = layout_of(layers=4, page_bytes=65536)
+SHARDED = layout_of(layers=2, page_bytes=65536, shards=2)
 SHAPE = ArenaShape(LAYOUT, slots=8)
 SOON_S = 20.0
 
@@ -57,7 +58,9 @@ class Reader:
             steps = [step async for step in progress]
         for ref, number in zip(refs, numbers, strict=True):
             if Complete(ref.slot) in steps:
-                np.testing.assert_array_equal(self.arena.payload[ref.slot], bytes_of(LAYOUT, number))
+                np.testing.assert_array_equal(
+                    self.arena.payload[ref.slot], bytes_of(self.arena.shape.layout, number)
+                )
         return steps
 
     async def measured(self) -> Neighbour:
@@ -92,10 +95,14 @@ class Source:
 
 @asynccontextmanager
 async def two(
-    folder: Path, offers: Sequence[Kind] = KINDS, allowed: Sequence[Kind] = KINDS, address: str = ""
+    folder: Path,
+    offers: Sequence[Kind] = KINDS,
+    allowed: Sequence[Kind] = KINDS,
+    address: str = "",
+    layout: KVLayout = LAYOUT,
 ) -> AsyncIterator[tuple[Source, Reader]]:
-    arenas = [Arena.create(folder / name, SHAPE) for name in ("there", "here")]
-    probes = [Probe(NodeId(name), LAYOUT, folder) for name in ("there", "here")]
+    arenas = [Arena.create(folder / name, ArenaShape(layout, SHAPE.slots)) for name in ("there", "here")]
+    probes = [Probe(NodeId(name), layout, folder) for name in ("there", "here")]
     memories = [LazyMemory(NodeId(name), arena) for name, arena in zip("th", arenas, strict=True)]
     node = SourceNode(arenas[0])  # type: ignore[abstract]  # its other methods answer UNIMPLEMENTED
     node.store(range(4))
@@ -109,8 +116,10 @@ async def two(
             await memory.close()
 
 
-async def test_the_fastest_of_the_links_of_both_is_used(tmp_path: Path) -> None:
-    async with two(tmp_path, offers=["inline", "bulk"]) as (source, reader), source.serving():
+@pytest.mark.parametrize("layout", [LAYOUT, SHARDED], ids=["one rank", "two ranks"])
+async def test_the_fastest_of_the_links_of_both_is_used(tmp_path: Path, layout: KVLayout) -> None:
+    offers: list[Kind] = ["inline", "bulk"]
+    async with two(tmp_path, offers, layout=layout) as (source, reader), source.serving():
         steps = await reader.read(range(4))
         assert sum(isinstance(step, Complete) for step in steps) == 4, (
             "the first read waits for no measurement"
@@ -127,8 +136,11 @@ async def test_the_fastest_of_the_links_of_both_is_used(tmp_path: Path) -> None:
         assert [one.bytes_per_s > 0 for one in message.links] == [True, True, False]
 
 
-async def test_nixl_is_measured_where_both_have_it_and_read_by_if_it_is_the_fastest(tmp_path: Path) -> None:
-    async with two(tmp_path) as (source, reader), source.serving():
+@pytest.mark.parametrize("layout", [LAYOUT, SHARDED], ids=["one rank", "two ranks"])
+async def test_nixl_is_measured_where_both_have_it_and_read_by_if_it_is_the_fastest(
+    tmp_path: Path, layout: KVLayout
+) -> None:
+    async with two(tmp_path, layout=layout) as (source, reader), source.serving():
         await memory_or_skip(source.probe.memory)
         neighbour = await reader.measured()
         assert set(neighbour.bytes_per_s) == {"inline", "bulk", "nixl"}, neighbour.refused
