@@ -22,8 +22,8 @@ from cluster.core.routing import (
     Chance,
     Offer,
     at_decode,
+    best_few,
     best_offer,
-    best_offers,
     decode_s,
     local_offer,
     local_offers,
@@ -89,7 +89,8 @@ def policy(name: str, options: Mapping[str, float]) -> Policy:
 
 def load(view: View, request: Arrive, chance: Chance) -> list[Candidate]:
     """Least predicted time to first token; between equals, least time between tokens."""
-    offers = sorted(best_offers(view, request), key=_seconds)[:SHORTLIST]
+    alone = not needs_prefill(view, request)
+    offers = [pool_alone()] if alone else best_few(view, request, view.prefill)
     decode = sorted(view.decode, key=lambda worker: (sum(decode_s(view, worker)), worker.id))[:SHORTLIST]
     candidates = [pair(view, request, offer, worker) for offer in offers for worker in decode]
     return sorted(candidates, key=quickest)
@@ -119,7 +120,7 @@ def moonpool(
         ]
     source = longest(view)
     free = [worker for worker in view.prefill if _is_free(worker, depth, elastic)]
-    offers = sorted((best_offer(view, request, worker, source) for worker in free), key=_seconds)[:SHORTLIST]
+    offers = best_few(view, request, free)
     roomy = sorted(decode, key=lambda worker: (sum(decode_s(view, worker)), worker.id))[:SHORTLIST]
     candidates = [pair(view, request, offer, worker) for offer in offers for worker in roomy]
     for worker in decode:
@@ -311,10 +312,6 @@ POLICIES: dict[str, Policy] = {
     "dynamo": Policy(dynamo),
     "llm_d": Policy(llm_d),
 }
-
-
-def _seconds(offer: Offer) -> tuple[float, str]:
-    return offer.seconds, offer.name
 
 
 def _least_tbt(view: View) -> Worker:

@@ -11,12 +11,13 @@ a step, which is counted as part of the prefill.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import insort
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
 from cluster.core.commands import Candidate, Cost
-from cluster.core.cost import fetch_s
+from cluster.core.cost import fetch_s, prefill_s
 from cluster.core.events import Arrive
 from cluster.core.state import Overload, Role, Stream, View, Worker
 from kvstore.core.blocks import NodeId
@@ -66,12 +67,30 @@ def pool_alone() -> Offer:
     return Offer(None, None, 0, 0.0, 0.0, 0.0)
 
 
-def best_offers(view: View, request: Arrive) -> list[Offer]:
-    """What each prefill worker can do at best; the pool alone where that is enough."""
-    if not needs_prefill(view, request):
-        return [pool_alone()]
+def best_few(view: View, request: Arrive, workers: Sequence[Worker]) -> list[Offer]:
+    """The `SHORTLIST` quickest of `best_offer` of these workers, the quickest first.
+
+    What a worker could do without waiting for bytes is a bound that is quick to say: most workers are priced no further.
+    """
     source = longest(view)
-    return [best_offer(view, request, worker, source) for worker in view.prefill]
+    blocks = view.held[source].blocks if source is not None else 0
+    cached = min(blocks * view.config.block_tokens, request.tokens - 1)
+    bare_s = {
+        coefficients: prefill_s(coefficients, cached, request.tokens - cached)
+        for coefficients in dict.fromkeys(worker.coefficients for worker in workers)
+    }
+    bounds = sorted(
+        (worker.queue_s(view.now_s) + worker.fit.scale * bare_s[worker.coefficients], worker.id, number)
+        for number, worker in enumerate(workers)
+    )
+    few: list[tuple[float, str, int, Offer]] = []
+    for bound_s, _, number in bounds:
+        if len(few) == SHORTLIST and few[-1][0] < bound_s:
+            break
+        offer = best_offer(view, request, workers[number], source)
+        insort(few, (offer.seconds, offer.name, number, offer))
+        del few[SHORTLIST:]
+    return [offer for *_, offer in few]
 
 
 def local_offers(view: View, request: Arrive) -> list[Offer]:

@@ -1,13 +1,14 @@
 """What each policy takes, on a cluster small enough to see why; options; Mooncake's modes of overload."""
 
 from itertools import repeat
+from random import Random
 from typing import Any
 
 import pytest
 
 from cluster.core.commands import Abort, Candidate, Place, Reject, RetryAfter
 from cluster.core.conductor import Conductor
-from cluster.core.cost import Coefficients, Link, decode_step_s, prefill_s
+from cluster.core.cost import Coefficients, Fit, Link, decode_step_s, prefill_s
 from cluster.core.events import (
     Aborted,
     Arrive,
@@ -19,6 +20,7 @@ from cluster.core.events import (
     WorkerJoined,
 )
 from cluster.core.policies import POLICIES, policy
+from cluster.core.routing import SHORTLIST, best_few, best_offer, longest
 from cluster.core.state import Capacity, ConductorConfig, Overload, Role, Slo, TenantId
 from kvstore.core.blocks import BlockHash, NodeId, RequestId, WorkerId
 
@@ -297,3 +299,19 @@ def test_who_finds_more_of_its_prompt_cached_moves_forward() -> None:
     made.handle(BlockStored(node=NodeId("d0"), hashes=OTHER[:35], sequence=1), 1)
     made.check()
     assert list(finish_prefill(made, "busy", 2)) == ["long"]
+
+
+def test_the_few_best_are_those_that_pricing_all_would_find() -> None:
+    """Random queues, corrections and caches: no worker that is among the best is passed over."""
+    chance = Random(5)
+    for _ in range(200):
+        made = cluster("load", prefill=12)
+        for number in range(12):
+            worker = made._workers[WorkerId(f"prefill-{number}")]
+            worker.queue(RequestId("queued"), chance.choice([0, 0, 10_000, 900_000]))
+            worker.fit = Fit(scale=chance.choice([1.0, 1.0, 0.5, 2.0]))
+            hold(made, f"p{number}", chance.choice([0, 0, 5, 10]))
+        view, request = made._view(arrive("r")), arrive("r")
+        every = [best_offer(view, request, worker, longest(view)) for worker in view.prefill]
+        every.sort(key=lambda offer: (offer.seconds, offer.name))
+        assert best_few(view, request, view.prefill) == every[:SHORTLIST]
