@@ -6,6 +6,7 @@ together. Short in the whole suite; `MOONPOOL_FAULTS=full` runs 30 minutes (`MOO
 
 import asyncio
 import json
+import logging
 import os
 import random
 import shutil
@@ -179,6 +180,9 @@ ENGINE: dict[str, Any] = {"prefill_token_s": 0.0002, "decode_step_s": 0.002, "ch
 @pytest.fixture
 async def soak() -> AsyncIterator[Soak]:
     folder = Path(tempfile.mkdtemp(prefix="mp-"))
+    logging.disable(
+        logging.WARNING
+    )  # pytest keeps each record of a test: 46,000 in half an hour, which is memory too
     with running_valkey() as valkey:
         cluster = SmallCluster(folder, f"unix://{valkey.unix_socket_path}")
         await cluster.start(2, 2, 2, SLOTS, SchedulingConfig(), folder / "ssd", **ENGINE)
@@ -186,6 +190,7 @@ async def soak() -> AsyncIterator[Soak]:
             yield Soak(cluster, folder, valkey)
         finally:
             await cluster.stop()
+            logging.disable(logging.NOTSET)
     shutil.rmtree(folder)
 
 
