@@ -117,7 +117,8 @@ class Driver:
             self._handle(arrival)
             return await answered
         except asyncio.CancelledError:
-            self.report(Aborted(request=arrival.request))
+            if len(self._undecided[arrival.request]) == 1:  # nobody else waits for the same answer
+                self.report(Aborted(request=arrival.request))
             raise
         finally:
             self._no_longer_asked(arrival.request, answered)

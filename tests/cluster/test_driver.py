@@ -11,9 +11,12 @@ import grpc
 import pytest
 
 from cluster.config import SchedulingConfig
+from cluster.core.commands import Place
 from cluster.core.conductor import Conductor
+from cluster.core.events import Aborted, Arrive
 from cluster.core.log import replay
-from cluster.core.state import ConductorConfig
+from cluster.core.state import ConductorConfig, Slo, TenantId
+from kvstore.core.blocks import RequestId
 from kvstore.engine.fake import fake_answer
 from tests.cluster.conftest import until
 
@@ -123,6 +126,23 @@ async def test_a_policy_that_binds_late_answers_when_a_way_is_free(start: "Start
     places = [one for entry in entries for one in entry["commands"] if one["type"] == "Place"]
     assert {place["prefill"] for place in places} == {None, "prefill-0"}
     assert not list(replay(entries, fresh(cluster, "moonpool")))
+
+
+async def test_who_asks_again_is_answered_when_the_first_call_is_given_up(start: "Start") -> None:
+    cluster = await start(decode_step_s=0.02, scheduling=SchedulingConfig(policy="moonpool"))
+    busy = asyncio.gather(*(cluster.answered_right(prompt(number)) for number in range(20)))
+    await asyncio.sleep(0.05)
+    arrival = Arrive(
+        request=RequestId("twice"), tenant=TenantId("t"), tokens=1, chain=(), max_new_tokens=1, slo=Slo()
+    )
+    first, second = [asyncio.create_task(cluster.driver.decide(arrival)) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert not first.done(), "there is no line"
+    first.cancel()
+    decided = await asyncio.wait_for(second, 20.0)
+    assert isinstance(decided.command, Place)
+    cluster.driver.report(Aborted(request=arrival.request))
+    await busy
 
 
 def fresh(cluster: "SmallCluster", policy: str = SchedulingConfig().policy) -> Conductor:
