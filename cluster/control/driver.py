@@ -89,6 +89,8 @@ class Driver:
         self._memory = ""
         self._losses_from_s = float("-inf")
         self._undecided: dict[RequestId, list[tuple[Arrive, asyncio.Future[Decided]]]] = {}
+        self._timers: dict[float, asyncio.TimerHandle] = {}
+        self._ended = False
         self._snapshots: dict[str, asyncio.Task[None]] = {}
         self._subscribers: set[asyncio.Queue[Command]] = set()
         self._refused: set[str] = set()
@@ -197,6 +199,9 @@ class Driver:
                 tasks.create_task(self._follow_members())
                 tasks.create_task(self._follow_changes())
         finally:
+            self._ended = True
+            for timer in self._timers.values():
+                timer.cancel()
             for snapshot in self._snapshots.values():
                 snapshot.cancel()
             if self._log is not None:
@@ -352,8 +357,7 @@ class Driver:
 
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, WakeAt):
-            loop = asyncio.get_running_loop()
-            loop.call_later(max(0.0, command.at_s - self._clock()), self._wake, command.at_s)
+            self._wake_at(command.at_s)
         elif isinstance(command, Place | RetryAfter | Reject):
             self._answer(command)
         elif isinstance(command, RequestSnapshot):
@@ -365,7 +369,14 @@ class Driver:
                 if not queue.full():
                     queue.put_nowait(command)
 
+    def _wake_at(self, at_s: float) -> None:
+        """A timer that is an hour away would keep an ended driver, and all that its conductor knows, in memory till then."""
+        if not self._ended and at_s not in self._timers:
+            loop = asyncio.get_running_loop()
+            self._timers[at_s] = loop.call_later(max(0.0, at_s - self._clock()), self._wake, at_s)
+
     def _wake(self, at_s: float) -> None:
+        del self._timers[at_s]
         self._handle(Timer(at_s=at_s))
 
 

@@ -1,8 +1,10 @@
 """The live conductor: who is in, what it survives, and that what it decided can be decided again from its log."""
 
 import asyncio
+import gc
 import json
 import random
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +36,7 @@ async def test_a_conductor_that_restarts_is_found_again(start: "Start") -> None:
     into: list[int] = []
     streaming = asyncio.create_task(cluster.stream(prompt(0), into, tokens=20))
     await asyncio.sleep(0.5)
+    former = weakref.ref(cluster.driver)
     await cluster.stop_conductor()
     waiting = asyncio.create_task(cluster.answered_right(prompt(1)))
     await asyncio.sleep(0.3)
@@ -47,6 +50,8 @@ async def test_a_conductor_that_restarts_is_found_again(start: "Start") -> None:
     await cluster.settled()
     again = await cluster.answered_right([*prompt(2)[:24], 7])
     assert again.num_cached_tokens == 24, "what the node holds was learnt anew"
+    gc.collect()
+    assert former() is None, "something keeps the former conductor in memory"
 
 
 async def test_who_withdraws_right_after_the_start_is_gone_at_once(start: "Start") -> None:
