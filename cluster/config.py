@@ -32,7 +32,10 @@ class _Part(BaseModel):
 class EngineConfig(_Part):
     """One vLLM engine; prefill and decode engines of a cluster share it, so that they can exchange KV."""
 
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field(
+        "auto",
+        description="auto: the model's own, but float32 on CPUs, where it alone is exact across batches",
+    )
     tensor_parallel: int = Field(
         1, ge=1, description="ranks that share each engine's model; equal in all engines of a cluster"
     )
